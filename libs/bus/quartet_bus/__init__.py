@@ -1,0 +1,1 @@
+"""Messages, subjects, buses, service base and client of Quartet."""

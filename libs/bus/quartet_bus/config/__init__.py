@@ -1,0 +1,1 @@
+"""Configuration: what may be said (``schema``), and how it is read (``load``)."""

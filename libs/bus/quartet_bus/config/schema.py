@@ -1,0 +1,211 @@
+"""What may stand in ``quartet.toml``: one struct a section, one field a key, units in the names.
+
+An unknown key, a wrong type or a value out of range stops a service at start (``quartet_bus.config.load``). Every
+service reads the whole file, so that one file describes a fleet; what differs between hosts goes into a second file
+or into ``QUARTET_<SECTION>__<KEY>``.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NotNegativeFloat = Annotated[float, Meta(ge=0)]
+
+
+class Section(Struct, forbid_unknown_fields=True):
+    """A table of the file."""
+
+
+class ServiceSection(Section):
+    """What every process needs. ``instance`` "" takes a random name; ``http_port`` 0 takes a free port."""
+
+    instance: str = ""
+    http_host: str = "127.0.0.1"
+    http_port: Port = 0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    stop_timeout_ms: Positive = 10_000
+
+
+class NatsSection(Section):
+    """How to reach the broker. ``connect_timeout_ms`` 0 waits for ever, saying so once a second."""
+
+    url: str = "nats://127.0.0.1:4222"
+    user: str = ""
+    password: str = ""
+    credentials_file: str = ""
+    connect_timeout_ms: NotNegative = 30_000
+    outgoing_bytes: Positive = 64 * 1024 * 1024
+
+
+class FleetSection(Section):
+    """Heartbeats and verdicts. ``targets`` (``host:port``) replaces multicast by unicast. ``master_keys`` are hex."""
+
+    multicast_group: str = "239.7.7.7"
+    port: Port = 7447
+    interface: str = "127.0.0.1"
+    multicast_ttl: NotNegative = 0
+    targets: tuple[str, ...] = ()
+    beat_interval_us: Positive = 500
+    receive_batch_ms: NotNegativeFloat = 2.0
+    receive_buffer_bytes: Positive = 8 * 1024 * 1024
+    ring_path: str = ""
+    ring_bytes: Positive = 4 * 1024 * 1024
+    delta_interval_ms: PositiveFloat = 1.0
+    stamp_interval_ms: PositiveFloat = 50.0
+    snapshot_interval_ms: PositiveFloat = 250.0
+    suspect_ms: PositiveFloat = 10.0
+    dead_ms: PositiveFloat = 100.0
+    frozen_ms: PositiveFloat = 1000.0
+    inventory_interval_ms: PositiveFloat = 2000.0
+    master_keys: tuple[str, ...] = ()
+
+
+class ModelSection(Section):
+    """A model as clients name it. ``spec`` is its name in the catalogue; targets are its default SLO."""
+
+    spec: str
+    ttft_ms: PositiveFloat = 2000.0
+    tpot_ms: PositiveFloat = 100.0
+    sketch: Literal["tokens", "text"] = "text"
+    isolation: bool = False
+    max_tokens: Positive = 1024
+    base: str = ""
+    tags: tuple[str, ...] = ()
+
+
+class RouterSection(Section):
+    """Routing. ``policies`` are import paths of the policies that may be chosen; ``policy`` is the one at start."""
+
+    policy: str = "finish-time"
+    policies: tuple[str, ...] = (
+        "quartet_core.policy.finish_time:FinishTime",
+        "quartet_core.policy.decision_matrix:DecisionMatrix",
+        "quartet_core.policy.round_robin:RoundRobin",
+        "quartet_core.policy.least_loaded:LeastLoaded",
+        "quartet_core.policy.prefix_aware:PrefixAware",
+        "quartet_core.policy.block_cost:BlockCost",
+    )
+    kappa: NotNegativeFloat = 1.0
+    split: bool = True
+    split_without_prefill_worker: Literal["whole", "error"] = "whole"
+    long_prompt_tokens: Positive = 4096
+    long_context_classes: tuple[str, ...] = ()
+    dispatch_ack_ms: PositiveFloat = 250.0
+    max_tries: Positive = 3
+    hold_max_ms: NotNegativeFloat = 2000.0
+    hold_ahead_chunks: NotNegativeFloat = 2.0
+    hold_max_bytes: NotNegative = 16 * 1024 * 1024
+    hold_max_requests: NotNegative = 4096
+    body_max_bytes: NotNegative = 32 * 1024 * 1024
+    affinity_rows: Positive = 1 << 17
+    affinity_hashes: Annotated[int, Meta(ge=1, le=8)] = 4
+    explain_last: NotNegative = 1024
+    max_workers: Positive = 10_000
+
+
+class LinkSection(Section):
+    """A link class's planning values, until measurement refines them."""
+
+    gb_per_s: PositiveFloat
+    setup_ms: NotNegativeFloat
+
+
+class KvSection(Section):
+    """KV transfers. ``listen`` is where an agent's mover takes bytes (port 0: any); ``grpc`` the coordinator's door."""
+
+    listen: str = "127.0.0.1:0"
+    grpc: str = "127.0.0.1:7451"
+    lease_ms: PositiveFloat = 5000.0
+    chunk_bytes: Positive = 1024 * 1024
+    transfers_per_link: Positive = 4
+    coordinator_silence_ms: PositiveFloat = 500.0
+    links_interval_ms: PositiveFloat = 100.0
+    links: dict[str, LinkSection] = field(default_factory=dict)
+
+
+class PrefetchSection(Section):
+    """The predictor. It watches before it acts: ``min_requests`` and ``min_seen_s`` must have passed."""
+
+    grpc: str = "127.0.0.1:7452"
+    tick_ms: PositiveFloat = 1000.0
+    horizons_s: tuple[float, ...] = (25.0, 300.0, 1800.0)
+    act: bool = False
+    min_requests: NotNegative = 200
+    min_seen_s: NotNegativeFloat = 7200.0
+    max_models: Positive = 1000
+
+
+class GatewaySection(Section):
+    """The HTTP door. Without ``keys`` (SHA-256 of an API key in hex → tenant) every caller is ``anonymous_tenant``."""
+
+    listen: str = "127.0.0.1:8080"
+    keys: dict[str, str] = field(default_factory=dict)
+    anonymous_tenant: str = "public"
+    max_body_bytes: Positive = 7 * 1024 * 1024
+    max_streams: Positive = 4096
+    request_timeout_ms: Positive = 600_000
+    slow_client_bytes: Positive = 1024 * 1024
+
+
+class AdminSection(Section):
+    """The gRPC door."""
+
+    grpc: str = "127.0.0.1:7450"
+    gather_ms: PositiveFloat = 500.0
+
+
+class CostSection(Section):
+    """Prices in dollars per GPU hour that replace the catalogue's."""
+
+    price_per_hour: dict[str, float] = field(default_factory=dict)
+
+
+class EngineSection(Section):
+    """One engine of a host, or ``count`` equal ones on consecutive GPUs from ``first_gpu`` on.
+
+    ``kv_tokens`` 0 takes what the catalogue says fits. ``time_scale`` 2 makes a simulated engine twice as slow.
+    """
+
+    kind: Literal["simulated"]
+    model: str
+    hardware: str
+    precision: str = "fp8"
+    tp: Positive = 1
+    count: Positive = 1
+    first_gpu: NotNegative = 0
+    role: Literal["both", "prefill", "decode"] = "both"
+    max_batch: Positive = 256
+    chunk_tokens: Positive = 2048
+    kv_tokens: NotNegative = 0
+    time_scale: PositiveFloat = 1.0
+
+
+class AgentSection(Section):
+    """One host: its name, where it stands, how it is wired, and its engines."""
+
+    node: str = ""
+    zone: str = ""
+    fabrics: tuple[str, ...] = ("TCP",)
+    max_running: Positive = 4096
+    engines: tuple[EngineSection, ...] = ()
+
+
+class Config(Section):
+    """The whole file."""
+
+    service: ServiceSection = field(default_factory=ServiceSection)
+    nats: NatsSection = field(default_factory=NatsSection)
+    fleet: FleetSection = field(default_factory=FleetSection)
+    hardware: dict[str, dict[str, Any]] = field(default_factory=dict)
+    models: dict[str, ModelSection] = field(default_factory=dict)
+    router: RouterSection = field(default_factory=RouterSection)
+    kv: KvSection = field(default_factory=KvSection)
+    prefetch: PrefetchSection = field(default_factory=PrefetchSection)
+    gateway: GatewaySection = field(default_factory=GatewaySection)
+    admin: AdminSection = field(default_factory=AdminSection)
+    cost: CostSection = field(default_factory=CostSection)
+    agent: AgentSection = field(default_factory=AgentSection)

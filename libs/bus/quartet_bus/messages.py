@@ -1,0 +1,503 @@
+"""Every message that crosses the bus, declared once.
+
+Messages are msgpack; structs on the fleet's hot subjects are arrays on the wire (fields may only be appended), the rest
+are maps (fields may only be added with a default). Request bodies and stream frames are JSON and live in
+``quartet_core.openai`` and ``quartet_bus.frames``. Which message travels on which subject is said by
+``quartet_bus.subjects`` alone.
+
+Times are milliseconds unless a name says otherwise. Deadlines travel as *remaining* milliseconds, because two hosts'
+clocks are never compared; ``emit_ns`` is an opaque stamp of its author's clock.
+"""
+
+from enum import StrEnum
+
+from msgspec import Struct, field
+
+
+class Role(StrEnum):
+    """What a worker does of a request. ``BOTH`` as a worker's role means that it takes either half."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class StreamId(Struct, frozen=True, array_like=True):
+    """One try at one request: ``attempt`` counts the client's sends, ``try_`` that router's dispatches, both from 1."""
+
+    id: str
+    attempt: int = 1
+    try_: int = 1
+
+
+# Fleet ---------------------------------------------------------------------------------------------------------------
+
+
+class KvLayout(Struct, frozen=True):
+    """How a worker's KV cache lies in memory; two workers exchange KV only if all of it but ``tp`` is equal."""
+
+    block_tokens: int
+    bytes_per_token: int
+    precision: str
+    revision: str = ""
+    tp: int = 1
+
+
+class WorkerInfo(Struct, frozen=True):
+    """Static facts of one routable engine replica.
+
+    ``capabilities`` are any of handshake, export, import, reserve, page. ``role`` is what operators allow it to do.
+    ``step_ms`` is the engine's step at an empty batch, for the frozen verdict.
+    """
+
+    id: str
+    ordinal: int
+    incarnation: int
+    hardware: str
+    model: str
+    precision: str
+    tp: int
+    gpus: tuple[int, ...]
+    kv_tokens: int
+    max_context: int
+    max_batch: int
+    chunk_tokens: int
+    layout: KvLayout
+    engine: str
+    engine_version: str = ""
+    capabilities: tuple[str, ...] = ()
+    role: Role = Role.BOTH
+    cordoned: bool = False
+    adapters: tuple[str, ...] = ()
+    step_ms: float = 0.0
+
+
+class LinkInfo(Struct, frozen=True):
+    """One way KV can leave or enter this node; ``peer`` "" is any other node. Rates in decimal gigabytes per second."""
+
+    kind: str
+    gb_per_s: float
+    setup_ms: float
+    peer: str = ""
+
+
+class NodeInventory(Struct):
+    """All static facts of one node, on change, on request, and every few seconds.
+
+    ``incarnation`` is the agent's; ``epoch`` counts its inventories and is mirrored mod 16 in the words. ``kv_address``
+    is ``host:port`` of the node's KV mover, "" when it has none.
+    """
+
+    node: str
+    incarnation: int
+    epoch: int
+    workers: tuple[WorkerInfo, ...]
+    zone: str = ""
+    links: tuple[LinkInfo, ...] = ()
+    kv_address: str = ""
+    agent_version: str = ""
+    resident: tuple[str, ...] = ()
+
+
+class WorkerState(Struct, frozen=True, array_like=True):
+    """One worker as a collector believes it: state bits 0-23, the beat that said so, and a verdict.
+
+    ``verdict`` is a ``quartet_core.verdict.Verdict``: 0 up, 1 suspect, 2 dead, 3 frozen.
+    """
+
+    worker: str
+    incarnation: int
+    state: int
+    beat: int
+    verdict: int
+
+
+class NodeStamp(Struct, frozen=True, array_like=True):
+    """The newest beat of one node: agent incarnation, sequence, and the node's own clock when it was sent."""
+
+    node: str
+    incarnation: int
+    sequence: int
+    emit_ns: int
+
+
+class FleetDelta(Struct, array_like=True):
+    """What changed since delta ``number - 1`` of this collector incarnation; a gap in numbers asks for a snapshot."""
+
+    collector: str
+    incarnation: int
+    number: int
+    changes: tuple[WorkerState, ...] = ()
+    stamps: tuple[NodeStamp, ...] = ()
+
+
+class FleetSnapshot(Struct, array_like=True):
+    """The full set after delta ``number``."""
+
+    collector: str
+    incarnation: int
+    number: int
+    workers: tuple[WorkerState, ...] = ()
+    stamps: tuple[NodeStamp, ...] = ()
+
+
+class AffinityUpdate(Struct, array_like=True):
+    """Rows of the affinity table that turned on or off for one worker; ``full`` replaces all that was known of it.
+
+    ``on`` and ``off`` are little-endian u32 row numbers. ``number`` counts updates of this incarnation: a gap asks for
+    the full set. A router whose ``rows`` or ``hashes`` differ ignores the update and counts it.
+    """
+
+    worker: str
+    incarnation: int
+    number: int
+    rows: int
+    hashes: int
+    on: bytes = b""
+    off: bytes = b""
+    full: bool = False
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+class Split(Struct, frozen=True):
+    """The other half of a split request, as each half is told of it."""
+
+    transfer: str
+    peer: str
+    peer_incarnation: int
+    tokens: int
+
+
+class Run(Struct):
+    """Dispatch to the worker that answers: prefill and decode, or (with ``split``) decode once the KV is committed.
+
+    ``inbox`` is the client's reply subject. ``body`` is the client's JSON, unchanged. ``incarnation`` is the worker's
+    at decision time: another one refuses with ``fenced``. ``deadline_ms`` is what remains, 0 for none.
+    """
+
+    stream: StreamId
+    tenant: str
+    model: str
+    worker: str
+    incarnation: int
+    inbox: str
+    body: bytes
+    router: str
+    prompt_tokens: int
+    deadline_ms: int = 0
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    predicted_ttft_ms: float = 0.0
+    predicted_prefill_ms: float = 0.0
+    predicted_total_ms: float = 0.0
+    waited_ms: float = 0.0
+    priority: int = 0
+    session: str = ""
+    salt: bytes = b""
+    split: Split | None = None
+
+
+class Prefill(Struct):
+    """Dispatch of a split's first half: compute the prompt's KV and keep it for ``split.transfer``."""
+
+    stream: StreamId
+    tenant: str
+    model: str
+    worker: str
+    incarnation: int
+    body: bytes
+    router: str
+    prompt_tokens: int
+    split: Split
+    deadline_ms: int = 0
+    predicted_prefill_ms: float = 0.0
+    salt: bytes = b""
+
+
+class Cancel(Struct):
+    """End a request: one try, or (``try_`` 0) every try of the attempt, or (``attempt`` 0 too) the whole request."""
+
+    id: str
+    attempt: int = 0
+    try_: int = 0
+    reason: str = "client"
+
+
+class Phase(StrEnum):
+    """Where a request is. Routers say the first three, agents the others."""
+
+    HELD = "held"
+    DISPATCHED = "dispatched"
+    REJECTED = "rejected"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    PREFILLED = "prefilled"
+    FIRST_TOKEN = "first_token"
+    END = "end"
+
+
+class RequestEvent(Struct):
+    """One step in a request's life, with the timings known by then.
+
+    ``beat`` is the sequence of the first beat of agent ``agent_incarnation`` that includes the event, so that a ledger
+    knows whether the worker's own word already counts it. ``status`` on END is ok, cancelled or error; ``code`` an
+    HTTP status. ``reason`` is a short machine-readable cause. ``gpu_ms`` is this request's share of its worker's busy
+    time, all GPUs of the worker together; ``joules`` its share of the energy.
+    """
+
+    phase: Phase
+    stream: StreamId
+    tenant: str
+    model: str
+    worker: str = ""
+    incarnation: int = 0
+    role: Role = Role.BOTH
+    hardware: str = ""
+    agent_incarnation: int = 0
+    beat: int = 0
+    router: str = ""
+    reason: str = ""
+    status: str = ""
+    code: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    transferred_tokens: int = 0
+    verified_blocks: int = 0
+    waited_ms: float = 0.0
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    e2e_ms: float = 0.0
+    predicted_ttft_ms: float = 0.0
+    predicted_total_ms: float = 0.0
+    gpu_ms: float = 0.0
+    joules: float = 0.0
+
+
+class LedgerAction(StrEnum):
+    """What a router did to its ledger."""
+
+    DISPATCHED = "dispatched"
+    RESERVED = "reserved"
+    ENDED = "ended"
+
+
+class LedgerNote(Struct, array_like=True):
+    """One entry of the shared ledger: predicted work put on (or taken off) a worker by a router.
+
+    RESERVED is a held request that will go to ``worker``; it expires by itself after ``expires_ms``.
+    """
+
+    router: str
+    action: LedgerAction
+    stream: StreamId
+    tenant: str
+    worker: str
+    incarnation: int
+    role: Role = Role.BOTH
+    prefill_ms: float = 0.0
+    prompt_tokens: int = 0
+    total_ms: float = 0.0
+    expires_ms: float = 0.0
+    tpot_ms: float = 0.0
+
+
+# KV ------------------------------------------------------------------------------------------------------------------
+
+
+class TransferReason(StrEnum):
+    """Why KV moves."""
+
+    SPLIT = "split"
+    FETCH = "fetch"
+    PAGE_OUT = "page_out"
+    PAGE_IN = "page_in"
+
+
+class TransferPlan(Struct):
+    """KV of ``tokens`` prompt tokens shall go from ``source`` to ``target``. ``kv_bytes`` is the model's full size."""
+
+    transfer: str
+    reason: TransferReason
+    stream: StreamId
+    model: str
+    source: str
+    source_incarnation: int
+    target: str
+    target_incarnation: int
+    tokens: int
+    kv_bytes: int
+    deadline_ms: float
+    predicted_ms: float = 0.0
+    link: str = ""
+    router: str = ""
+
+
+class KvVerb(StrEnum):
+    """What a coordinator asks of an agent's KV pool."""
+
+    RESERVE = "reserve"
+    MOVE = "move"
+    COMMIT = "commit"
+    RELEASE = "release"
+    RENEW = "renew"
+    LEASES = "leases"
+    PAGE = "page"
+
+
+class KvCommand(Struct):
+    """A coordinator's command; ``term`` fences commands of coordinators that were replaced.
+
+    RESERVE leases blocks for ``tokens`` on ``worker`` and answers with epoch, address and secret. MOVE tells the source
+    to send once the prompt is computed: to ``address``, presenting ``secret`` first, charging the link at ``gb_per_s``
+    after ``setup_ms`` for ``kv_bytes``. COMMIT makes the blocks readable on the target. RELEASE frees either side.
+    """
+
+    verb: KvVerb
+    transfer: str
+    term: int
+    coordinator: str
+    worker: str = ""
+    incarnation: int = 0
+    stream: StreamId | None = None
+    reason: TransferReason = TransferReason.SPLIT
+    tokens: int = 0
+    kv_bytes: int = 0
+    epoch: int = 0
+    lease_ms: float = 0.0
+    address: str = ""
+    secret: bytes = b""
+    link: str = ""
+    gb_per_s: float = 0.0
+    setup_ms: float = 0.0
+
+
+class KvLease(Struct):
+    """Blocks promised to a transfer on one worker."""
+
+    transfer: str
+    worker: str
+    incarnation: int
+    epoch: int
+    tokens: int
+    state: str
+    remaining_ms: float
+
+
+class KvReply(Struct):
+    """An agent's answer to a ``KvCommand``. ``reason`` names why ``ok`` is false, for example fenced or no_space."""
+
+    ok: bool
+    transfer: str = ""
+    reason: str = ""
+    epoch: int = 0
+    address: str = ""
+    secret: bytes = b""
+    leases: tuple[KvLease, ...] = ()
+
+
+class TransferReport(Struct):
+    """How a transfer stands; on ``kv.progress``, ``kv.done`` and ``kv.failed``.
+
+    ``state`` is a ``quartet_core.transfer.State`` value. ``wire_bytes`` crossed a socket, ``kv_bytes`` were charged.
+    """
+
+    transfer: str
+    stream: StreamId
+    reason: TransferReason
+    state: str
+    source: str
+    target: str
+    epoch: int = 0
+    tokens: int = 0
+    wire_bytes: int = 0
+    kv_bytes: int = 0
+    took_ms: float = 0.0
+    predicted_ms: float = 0.0
+    link: str = ""
+    detail: str = ""
+    router: str = ""
+
+
+class LinkState(Struct, frozen=True, array_like=True):
+    """One directed link between two nodes as the coordinator measures it."""
+
+    source: str
+    target: str
+    kind: str
+    gb_per_s: float
+    setup_ms: float
+    in_flight_bytes: int = 0
+    transfers: int = 0
+
+
+class LinkTable(Struct):
+    """Link state at 10 Hz. The coordinator with the highest (term, id) is the active one."""
+
+    term: int
+    coordinator: str
+    links: tuple[LinkState, ...] = ()
+
+
+# Control and prefetch ------------------------------------------------------------------------------------------------
+
+
+class ControlRequest(Struct):
+    """An operator's wish, on ``ctl.<service>.<id>.<verb>``; ``argument`` and ``worker`` as the verb needs."""
+
+    worker: str = ""
+    argument: str = ""
+
+
+class ControlReply(Struct):
+    """Its answer: ``ok``, or a reason. ``payload`` is JSON whose shape the verb defines."""
+
+    ok: bool
+    service: str = ""
+    instance: str = ""
+    reason: str = ""
+    payload: bytes = b"{}"
+
+
+class PrefetchVerb(StrEnum):
+    """What a predictor asks for weights."""
+
+    LOAD = "load"
+    WARM = "warm"
+    RELEASE = "release"
+
+
+class PrefetchCommand(Struct):
+    """Have ``model`` ready on this node within ``deadline_ms``, because it will be needed with ``confidence``."""
+
+    verb: PrefetchVerb
+    model: str
+    hardware: str
+    weight_bytes: int
+    deadline_ms: float
+    confidence: float
+    predictor: str = ""
+
+
+class ModelForecast(Struct, frozen=True):
+    """Demand for a model on a hardware class: chance of at least one request within ``horizon_s``, expected load."""
+
+    model: str
+    hardware: str
+    horizon_s: float
+    probability: float
+    requests_per_s: float
+    prompt_tokens_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    state: int = 0
+
+
+class Forecast(Struct):
+    """All forecasts of one tick."""
+
+    predictor: str
+    number: int
+    seen: int
+    models: tuple[ModelForecast, ...] = field(default_factory=tuple)

@@ -1,0 +1,1 @@
+"""Pure domain of Quartet: state, policies, state machines."""

@@ -1,0 +1,222 @@
+"""The part of the OpenAI API that a control plane must understand: where the prompt is, how much is wanted, and errors.
+
+Bodies travel unchanged from client to engine; nothing here rewrites one. Only the fields that decide routing are read.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+
+class Endpoint(StrEnum):
+    """Which API a body is for, as told by its fields."""
+
+    CHAT = "chat.completions"
+    COMPLETIONS = "completions"
+
+
+class ErrorBody(Struct, omit_defaults=False):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class Refused(Exception):
+    """A request that gets an error instead of an answer.
+
+    ``status`` is the HTTP status; ``retry_after_s`` > 0 when trying again later makes sense.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = ErrorBody(message, kind, param, code)
+        self.retry_after_s = retry_after_s
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> Refused:
+    """400: the body is wrong; ``param`` names the field."""
+    return Refused(400, message, kind="invalid_request_error", param=param, code=code)
+
+
+def unknown_model(model: str) -> Refused:
+    """404: no worker of this fleet has ever served the model."""
+    return Refused(
+        404,
+        f"The model `{model}` does not exist.",
+        kind="invalid_request_error",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def too_long(tokens: int, limit: int) -> Refused:
+    """400: prompt and output do not fit the longest context that serves the model."""
+    return invalid(
+        f"This model's maximum context length is {limit} tokens; the request needs {tokens}.",
+        "messages",
+        "context_length_exceeded",
+    )
+
+
+def no_worker(model: str) -> Refused:
+    """503: nothing alive serves the model right now."""
+    return Refused(
+        503, f"No worker serves `{model}` right now.", kind="service_unavailable", code="no_worker", retry_after_s=1.0
+    )
+
+
+def all_busy(model: str, retry_after_s: float) -> Refused:
+    """429: every worker of the model is full."""
+    return Refused(
+        429,
+        f"All workers of `{model}` are busy.",
+        kind="rate_limit_error",
+        code="all_busy",
+        retry_after_s=retry_after_s,
+    )
+
+
+def upstream(message: str, code: str) -> Refused:
+    """502: a worker or a transfer failed and the request could not be retried."""
+    return Refused(502, message, kind="server_error", code=code)
+
+
+class _Body(Struct):
+    model: Any = UNSET
+    prompt: Raw | UnsetType = UNSET
+    messages: Raw | UnsetType = UNSET
+    tools: Raw | UnsetType = UNSET
+    max_tokens: Any = UNSET
+    max_completion_tokens: Any = UNSET
+    stream: Any = UNSET
+    n: Any = UNSET
+
+
+class Inference(Struct):
+    """What routing reads of a request body.
+
+    ``prompt_ids`` is the prompt as token ids when the client sent ids; else ``prompt_text`` is its UTF-8 text (of a
+    chat: compact JSON with sorted keys of tools and messages, so that equal conversations have equal bytes).
+    ``max_tokens`` is None when the client set no limit.
+    """
+
+    endpoint: Endpoint
+    stream: bool
+    n: int
+    max_tokens: int | None
+    model: str | None
+    prompt_ids: list[int] | None = None
+    prompt_text: bytes = b""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt: exact for ids, four bytes a token for text (256 bytes stand for a 64-token block)."""
+        return len(self.prompt_ids) if self.prompt_ids is not None else -(-len(self.prompt_text) // 4)
+
+
+_body = msgspec.json.Decoder(_Body)
+_ids = msgspec.json.Decoder(list[int])
+_text = msgspec.json.Decoder(str)
+_any = msgspec.json.Decoder(Any)
+_messages = msgspec.json.Decoder(list[dict[str, Any]])
+_QUOTE = ord('"')
+_sorted = msgspec.json.Encoder(order="deterministic")
+
+
+def parse(body: bytes) -> Inference:
+    """Read a chat or completions body. Raises ``Refused`` (400, naming the field) for anything that is neither."""
+    try:
+        fields = _body.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"The body is not a JSON object: {error}") from None
+    stream = fields.stream
+    if stream is not UNSET and stream is not None and not isinstance(stream, bool):
+        raise invalid("`stream` must be true or false.", "stream")
+    model = fields.model
+    if model is not UNSET and not isinstance(model, str):
+        raise invalid("`model` must be a string.", "model")
+    inference = Inference(
+        endpoint=Endpoint.CHAT,
+        stream=stream is True,
+        n=_count(fields.n, "n", 1) or 1,
+        max_tokens=_limit(fields),
+        model=None if model is UNSET else model,
+    )
+    if fields.messages is not UNSET:
+        inference.prompt_text = _chat_text(fields.messages, fields.tools)
+    elif fields.prompt is not UNSET:
+        inference.endpoint = Endpoint.COMPLETIONS
+        _read_prompt(fields.prompt, inference)
+    else:
+        raise invalid("One of `messages` (chat) or `prompt` (completions) is required.", "messages")
+    return inference
+
+
+def _limit(fields: _Body) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = _count(getattr(fields, name), name, 1)
+        if value is not None:
+            return value
+    return None
+
+
+def _count(value: Any, name: str, least: int) -> int | None:
+    if value is UNSET or value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise invalid(f"`{name}` must be an integer of at least {least}.", name)
+    return value
+
+
+def _chat_text(messages: Raw, tools: Raw | UnsetType) -> bytes:
+    try:
+        parsed = _messages.decode(messages)
+    except (msgspec.DecodeError, RecursionError):
+        raise invalid("`messages` must be a list of objects.", "messages") from None
+    if not parsed:
+        raise invalid("`messages` must not be empty.", "messages")
+    for index, message in enumerate(parsed):
+        if not isinstance(message.get("role"), str):
+            raise invalid(f"`messages[{index}].role` must be a string.", f"messages[{index}].role")
+    try:
+        text = _sorted.encode(parsed)
+        return text if tools is UNSET else _sorted.encode(_any.decode(tools)) + text
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise invalid(f"`messages` or `tools` is not valid: {error}", "messages") from None
+
+
+def _read_prompt(raw: Raw, inference: Inference) -> None:
+    if memoryview(raw)[0] == _QUOTE:
+        try:
+            inference.prompt_text = _text.decode(raw).encode()
+        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            raise invalid(f"`prompt` is not valid text: {error}", "prompt") from None
+        if not inference.prompt_text:
+            raise invalid("`prompt` must not be empty.", "prompt")
+        return
+    try:
+        ids = _ids.decode(raw)
+    except msgspec.DecodeError:
+        raise invalid(
+            "`prompt` must be a string or a list of token ids; batches of prompts are not routed.", "prompt"
+        ) from None
+    if not ids:
+        raise invalid("`prompt` must not be empty.", "prompt")
+    if min(ids) < 0 or max(ids) > 0xFFFFFFFF:
+        raise invalid("`prompt` holds a token id outside 0..4294967295.", "prompt")
+    inference.prompt_ids = ids

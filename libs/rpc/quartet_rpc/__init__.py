@@ -1,0 +1,1 @@
+"""gRPC stubs, channels and servers of Quartet."""

@@ -1,0 +1,1 @@
+"""Simulated engines, movers and trace readers of Quartet."""

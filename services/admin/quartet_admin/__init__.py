@@ -1,0 +1,1 @@
+"""gRPC front door to the whole fleet."""

@@ -1,0 +1,1 @@
+"""Runs next to the engines of one host."""

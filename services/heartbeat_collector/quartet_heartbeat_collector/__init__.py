@@ -1,0 +1,1 @@
+"""Hears heartbeats over UDP; says fleet deltas and snapshots."""

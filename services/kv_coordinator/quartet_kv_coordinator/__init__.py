@@ -1,0 +1,1 @@
+"""Plans, admits and watches KV transfers."""

@@ -1,0 +1,1 @@
+"""Forecasts model demand and orders weight prefetch."""

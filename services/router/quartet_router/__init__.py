@@ -1,0 +1,1 @@
+"""Decides which worker prefills and which decodes each request."""
