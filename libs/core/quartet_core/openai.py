@@ -96,6 +96,28 @@ def upstream(message: str, code: str) -> Refused:
     return Refused(502, message, kind="server_error", code=code)
 
 
+def too_large(size_bytes: int, limit_bytes: int) -> Refused:
+    """413: the body is larger than a message may be."""
+    return Refused(
+        413,
+        f"The request has {size_bytes} bytes; at most {limit_bytes} are taken.",
+        kind="invalid_request_error",
+        code="request_too_large",
+    )
+
+
+def late() -> Refused:
+    """504: the request's own deadline passed before a worker took it."""
+    return Refused(504, "The request's deadline passed.", kind="timeout", code="deadline_exceeded")
+
+
+def stopping() -> Refused:
+    """503: this replica stops; another one may take the request."""
+    return Refused(
+        503, "The router is stopping.", kind="service_unavailable", code="router_stopping", retry_after_s=1.0
+    )
+
+
 class _Body(Struct):
     model: Any = UNSET
     prompt: Raw | UnsetType = UNSET
@@ -138,8 +160,11 @@ _QUOTE = ord('"')
 _sorted = msgspec.json.Encoder(order="deterministic")
 
 
-def parse(body: bytes) -> Inference:
-    """Read a chat or completions body. Raises ``Refused`` (400, naming the field) for anything that is neither."""
+def parse(body: bytes, *, prompt: bool = True) -> Inference:
+    """Read a chat or completions body. Raises ``Refused`` (400, naming the field) for anything that is neither.
+
+    ``prompt`` False leaves the prompt unread, for a router whose gateway has sketched it already.
+    """
     try:
         fields = _body.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -158,10 +183,12 @@ def parse(body: bytes) -> Inference:
         model=None if model is UNSET else model,
     )
     if fields.messages is not UNSET:
-        inference.prompt_text = _chat_text(fields.messages, fields.tools)
+        if prompt:
+            inference.prompt_text = _chat_text(fields.messages, fields.tools)
     elif fields.prompt is not UNSET:
         inference.endpoint = Endpoint.COMPLETIONS
-        _read_prompt(fields.prompt, inference)
+        if prompt:
+            _read_prompt(fields.prompt, inference)
     else:
         raise invalid("One of `messages` (chat) or `prompt` (completions) is required.", "messages")
     return inference

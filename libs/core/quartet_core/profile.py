@@ -12,6 +12,7 @@ them it is, so that scaling to other hardware can leave it out.
 """
 
 from bisect import bisect_right
+from itertools import pairwise
 
 from msgspec import Struct
 
@@ -63,7 +64,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
         falls_along_context = any(later < row[j] for row in self.step_ms for j, later in enumerate(row[1:]))
         falls_along_batch = any(
             later < earlier
-            for fewer, more in zip(self.step_ms, self.step_ms[1:], strict=False)
+            for fewer, more in pairwise(self.step_ms)
             for earlier, later in zip(fewer, more, strict=True)
         )
         if falls_along_context or falls_along_batch:
@@ -154,5 +155,5 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
 def _check_axis(name: str, axis: tuple[int, ...], least: int) -> None:
     if len(axis) < 2:
         raise ValueError(f"{name} needs at least two points")
-    if axis[0] < least or any(later <= earlier for earlier, later in zip(axis, axis[1:], strict=False)):
+    if axis[0] < least or any(later <= earlier for earlier, later in pairwise(axis)):
         raise ValueError(f"{name} must rise from at least {least}")

@@ -1,0 +1,191 @@
+"""Dispatch: one request's way from a router to its end, over as many tries as it takes.
+
+Rules: a try is acked within ``ack_ms`` or cancelled and tried elsewhere; a refusal goes elsewhere; a worker that was
+tried is not tried again; before the first token a lost worker or transfer means another try, after it an error, so
+that nothing ever runs twice unseen. Each request hears exactly one outcome.
+"""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from quartet_core import openai
+from quartet_core.openai import Refused
+from quartet_core.plan import Plan
+
+
+class Stage(StrEnum):
+    """Where a request is, seen from its router."""
+
+    NEW = "new"
+    HELD = "held"
+    SENT = "sent"
+    ACCEPTED = "accepted"
+    STREAMING = "streaming"
+    OVER = "over"
+
+
+class Half(Struct):
+    """One worker's part in a try."""
+
+    slot: int
+    worker: str
+    incarnation: int
+    acked: bool = False
+    ended: bool = False
+
+
+class Send(Struct, frozen=True):
+    """Decide anew and send to workers outside ``excluded``."""
+
+    excluded: tuple[str, ...]
+
+
+class Cancel(Struct, frozen=True):
+    """Tell these workers to end try ``try_``."""
+
+    try_: int
+    halves: tuple[Half, ...]
+    reason: str
+
+
+class Fail(Struct, frozen=True):
+    """Tell the client."""
+
+    error: Refused
+
+
+class Close(Struct, frozen=True):
+    """The request is over: forget it."""
+
+
+Action = Send | Cancel | Fail | Close
+
+
+class Dispatch:
+    """The state machine of one (request, attempt). Methods take an event and return what to do, in order."""
+
+    __slots__ = ("decode", "max_tries", "plan", "prefill", "stage", "tried", "try_")
+
+    def __init__(self, max_tries: int) -> None:
+        self.max_tries = max_tries
+        self.stage = Stage.NEW
+        self.try_ = 0
+        self.tried: tuple[str, ...] = ()
+        self.plan: Plan | None = None
+        self.prefill: Half | None = None
+        self.decode: Half | None = None
+
+    @property
+    def halves(self) -> tuple[Half, ...]:
+        """The workers of the current try: one, or prefill and decode."""
+        return tuple(half for half in (self.prefill, self.decode) if half is not None)
+
+    def held(self) -> None:
+        """The request waits at the router."""
+        self.stage = Stage.HELD
+
+    def sent(self, plan: Plan, decode: Half, prefill: Half | None) -> int:
+        """A try goes out; return its number. ``prefill`` is None unless the plan is split."""
+        self.try_ += 1
+        self.stage = Stage.SENT
+        self.plan = plan
+        self.decode, self.prefill = decode, prefill
+        self.tried += tuple(half.worker for half in self.halves)
+        return self.try_
+
+    def accepted(self, worker: str, try_: int) -> list[Action]:
+        """A worker acked its half."""
+        half = self._half(worker, try_)
+        if half is not None:
+            half.acked = True
+            if self.stage is Stage.SENT and all(part.acked for part in self.halves):
+                self.stage = Stage.ACCEPTED
+        return []
+
+    def refused(self, worker: str, try_: int, reason: str) -> list[Action]:
+        """A worker does not take its half."""
+        half = self._half(worker, try_)
+        if half is None:
+            return []
+        half.ended = True
+        return self._again(f"worker {worker} refused: {reason}", "refused")
+
+    def ack_due(self, try_: int) -> list[Action]:
+        """``ack_ms`` passed since try ``try_`` went out."""
+        if try_ != self.try_ or self.stage is not Stage.SENT:
+            return []
+        silent = ", ".join(half.worker for half in self.halves if not half.acked)
+        return self._again(f"no answer from {silent}", "ack_timeout")
+
+    def first_token(self, try_: int) -> list[Action]:
+        """The client hears tokens of try ``try_``: from now on nothing is retried."""
+        if try_ == self.try_ and self.stage in (Stage.SENT, Stage.ACCEPTED):
+            self.stage = Stage.STREAMING
+        return []
+
+    def ended(self, worker: str, try_: int) -> list[Action]:
+        """A worker is done with its half: it has told the client how, if that was for it to tell."""
+        half = self._half(worker, try_)
+        if half is None:
+            return []
+        half.ended = True
+        if half is not self.decode:
+            return []
+        return self._over([Cancel(self.try_, self._live(), "peer_ended")] if self._live() else [])
+
+    def transfer_failed(self, try_: int, detail: str) -> list[Action]:
+        """The KV of a split did not arrive."""
+        if try_ != self.try_ or self.stage in (Stage.OVER, Stage.HELD):
+            return []
+        return self._again(f"KV transfer failed: {detail}", "transfer_failed")
+
+    def worker_lost(self, worker: str) -> list[Action]:
+        """A worker died or was replaced."""
+        half = self._half(worker, self.try_)
+        if half is None or half.ended:
+            return []
+        half.ended = True
+        if self.stage is Stage.STREAMING and half is self.prefill:
+            return []
+        return self._again(f"worker {worker} was lost", "worker_lost")
+
+    def cancelled(self) -> list[Action]:
+        """The client wants no answer any more."""
+        if self.stage is Stage.OVER:
+            return []
+        return self._over([Cancel(self.try_, self._live(), "client")] if self._live() else [])
+
+    def failed(self, error: Refused) -> list[Action]:
+        """The router itself gives up: tell the client, end what runs."""
+        if self.stage is Stage.OVER:
+            return []
+        ends: list[Action] = [Cancel(self.try_, self._live(), "failed")] if self._live() else []
+        return self._over([*ends, Fail(error)])
+
+    def _again(self, why: str, code: str) -> list[Action]:
+        if self.stage is Stage.OVER:
+            return []
+        ends: list[Action] = [Cancel(self.try_, self._live(), code)] if self._live() else []
+        if self.stage is Stage.STREAMING:
+            return self._over([*ends, Fail(openai.upstream(f"The answer was cut off: {why}.", code))])
+        if self.try_ >= self.max_tries:
+            return self._over([*ends, Fail(openai.upstream(f"Gave up after {self.try_} tries: {why}.", code))])
+        self.prefill = self.decode = None
+        self.stage = Stage.NEW
+        return [*ends, Send(self.tried)]
+
+    def _over(self, actions: list[Action]) -> list[Action]:
+        self.stage = Stage.OVER
+        return [*actions, Close()]
+
+    def _half(self, worker: str, try_: int) -> Half | None:
+        if try_ != self.try_ or self.stage in (Stage.OVER, Stage.HELD):
+            return None
+        for half in self.halves:
+            if half.worker == worker:
+                return half
+        return None
+
+    def _live(self) -> tuple[Half, ...]:
+        return tuple(half for half in self.halves if not half.ended)

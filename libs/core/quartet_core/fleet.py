@@ -1,0 +1,351 @@
+"""The fleet as a router sees it: slots, kinds, state planes, and who may do what.
+
+Workers that share every static fact a decision reads (class, model, precision, TP, sizes, layout) are one *kind*; what
+tells workers of a kind apart is their quantized state. Slots are private to the process and are given again only
+after the affinity column of their last owner was swept.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from quartet_core.pairing import LayoutFacts, Replica, lacking, why_not_pair
+from quartet_core.planes import FleetPlanes
+from quartet_core.profile import Profile
+from quartet_core.verdict import Verdict
+from quartet_core.word import ACCEPTING, DRIFT, DRIFT_UNUSABLE_LEVEL, pack
+
+IDLE_WORD = pack(free_kv=15, queue=0, batch=0, drift=0, accepting=True)
+"""What a worker is taken for until its first beat: usable at once."""
+
+
+class WorkerFacts(Replica, Protocol):
+    """The static facts of a worker, as its node announces them (``quartet_bus.messages.WorkerInfo``)."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def hardware(self) -> str: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def kv_tokens(self) -> int: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def max_batch(self) -> int: ...
+    @property
+    def chunk_tokens(self) -> int: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def cordoned(self) -> bool: ...
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+
+
+class Kind(Struct):
+    """Workers that no static fact tells apart; ``facts`` are those of the first of them.
+
+    ``ahead_ms`` is how much prefill work is kept ahead at each. ``plane`` is where they are.
+    """
+
+    index: int
+    hardware: str
+    model: str
+    precision: str
+    tp: int
+    profile: Profile
+    kv_tokens: int
+    max_context: int
+    max_batch: int
+    chunk_tokens: int
+    layout: LayoutFacts
+    long_context: bool
+    facts: WorkerFacts
+    ahead_ms: float
+    plane: int = 0
+    targets: int = 0
+    """Bit k: kind k takes KV from this one."""
+
+
+class Worker(Struct):
+    """The occupant of a slot."""
+
+    slot: int
+    id: str
+    node: str
+    incarnation: int
+    kind: Kind
+    facts: WorkerFacts
+    beat: int = 0
+
+
+class UnknownKind(Exception):
+    """A worker whose hardware, model, precision and TP have no profile; it cannot be routed to."""
+
+    def __init__(self, worker: str, why: str) -> None:
+        super().__init__(f"worker {worker}: {why}")
+        self.worker = worker
+
+
+class FleetFull(Exception):
+    """More workers than the router has slots."""
+
+    def __init__(self, worker: str, slots: int) -> None:
+        super().__init__(f"worker {worker}: all {slots} slots are taken ([router] max_workers)")
+        self.worker = worker
+
+
+ProfileOf = Callable[[WorkerFacts], Profile]
+"""The profile of a worker; raises ``LookupError`` when there is none."""
+
+
+class Fleet:
+    """Slots and planes of all known workers.
+
+    ``long_context`` names the hardware classes that long prompts go to. ``hold_ahead_chunks`` says how many prefill
+    chunks of work a worker keeps ahead before requests wait at the router instead.
+    """
+
+    def __init__(
+        self, profile_of: ProfileOf, *, max_workers: int, long_context: Iterable[str], hold_ahead_chunks: float = 2.0
+    ) -> None:
+        self._profile_of = profile_of
+        self._max_workers = max_workers
+        self._long_context = frozenset(long_context)
+        self._hold_ahead_chunks = hold_ahead_chunks
+        self._slots: dict[str, int] = {}
+        self._nodes: dict[str, tuple[str, ...]] = {}
+        self._free: list[int] = []
+        self._kinds: dict[tuple[object, ...], Kind] = {}
+        self.workers: list[Worker | None] = []
+        self.kinds: list[Kind] = []
+        self.planes = FleetPlanes()
+        self.serving: dict[str, int] = {}
+        """Model or adapter name → plane of the workers that serve it."""
+        self.up = 0
+        self.suspect = 0
+        self.frozen = 0
+        self.prefills = 0
+        self.decodes = 0
+        self.open = 0
+        """Workers that orders allow new work: not cordoned."""
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slot_of(self, worker: str) -> int | None:
+        """The slot of a worker, or None when it is unknown."""
+        return self._slots.get(worker)
+
+    def at(self, slot: int) -> Worker:
+        """The worker in an occupied slot. Raises ``LookupError`` when it is empty."""
+        worker = self.workers[slot]
+        if worker is None:
+            raise LookupError(f"slot {slot} is empty")
+        return worker
+
+    def learn(self, node: str, facts: Sequence[WorkerFacts]) -> tuple[list[int], list[int], list[Exception]]:
+        """Take a node's inventory; return the slots that are new, the slots that were vacated, and what was refused.
+
+        A worker whose incarnation or kind changed is vacated and learned anew: nothing of its past holds.
+        """
+        fresh: list[int] = []
+        vacated: list[int] = []
+        refused: list[Exception] = []
+        names = tuple(fact.id for fact in facts)
+        for name in self._nodes.get(node, ()):
+            if name not in names:
+                vacated.extend(self._vacate(name))
+        self._nodes[node] = names
+        for fact in facts:
+            slot = self._slots.get(fact.id)
+            if slot is not None:
+                worker = self.at(slot)
+                if worker.incarnation == fact.incarnation and self._same(worker, fact):
+                    self._set_orders(worker, fact)
+                    continue
+                vacated.extend(self._vacate(fact.id))
+            try:
+                fresh.append(self._occupy(node, fact))
+            except (UnknownKind, FleetFull) as error:
+                refused.append(error)
+        return fresh, vacated, refused
+
+    def hear(self, worker: str, incarnation: int, state: int, beat: int, verdict: int) -> int | None:
+        """Take a collector's word on a worker; return its slot if anything changed.
+
+        Words on another incarnation than the announced one are ignored. Of two collectors the higher sequence wins,
+        on ties the more alive verdict.
+        """
+        slot = self._slots.get(worker)
+        if slot is None:
+            return None
+        known = self.at(slot)
+        if known.incarnation != incarnation:
+            return None
+        now = self.verdict(slot)
+        if beat < known.beat or (beat == known.beat and known.beat and verdict > now):
+            return None
+        moved = beat != known.beat
+        known.beat = beat
+        changed = self.planes.set(slot, state)
+        if verdict != now:
+            self._set_verdict(slot, verdict)
+            changed = True
+        return slot if changed or moved else None
+
+    def die(self, slot: int) -> None:
+        """Take the worker out of every answer; its slot stays until its inventory goes or changes."""
+        self._set_verdict(slot, Verdict.DEAD)
+
+    def verdict(self, slot: int) -> int:
+        """The verdict on a slot, a ``Verdict`` value."""
+        bit = 1 << slot
+        if self.up & bit:
+            return Verdict.UP
+        if self.suspect & bit:
+            return Verdict.SUSPECT
+        return Verdict.FROZEN if self.frozen & bit else Verdict.DEAD
+
+    def forget_node(self, node: str) -> list[int]:
+        """A node left the fleet; return its vacated slots."""
+        vacated: list[int] = []
+        for name in self._nodes.pop(node, ()):
+            vacated.extend(self._vacate(name))
+        return vacated
+
+    def recycle(self, slot: int) -> None:
+        """A vacated slot may be given again: nothing of its last owner is left anywhere."""
+        self._free.append(slot)
+
+    def drift(self, slot: int) -> int:
+        """The drift level of a slot."""
+        return DRIFT.of(self.planes.word(slot) or 0)
+
+    @property
+    def accepting(self) -> int:
+        """Workers that take work: accepting, without an engine fault, and not so slow that no plan survives."""
+        planes = self.planes
+        return (
+            planes.level(ACCEPTING.name, 1)
+            & ~planes.level("fault", 1)
+            & ~planes.level(DRIFT.name, DRIFT_UNUSABLE_LEVEL)
+        )
+
+    @property
+    def strained(self) -> int:
+        """Workers at a limit (heat or power, PCIe, memory): they take no long prompts."""
+        planes = self.planes
+        return planes.level("throttled", 1) | planes.level("congested", 1) | planes.level("pressed", 1)
+
+    def _same(self, worker: Worker, fact: WorkerFacts) -> bool:
+        return self._key(worker.facts) == self._key(fact) and worker.facts.adapters == fact.adapters
+
+    @staticmethod
+    def _key(fact: WorkerFacts) -> tuple[object, ...]:
+        return (
+            fact.hardware, fact.model, fact.precision, fact.tp, fact.kv_tokens, fact.max_context, fact.max_batch,
+            fact.chunk_tokens, fact.capabilities, fact.layout.block_tokens, fact.layout.bytes_per_token,
+            fact.layout.precision, fact.layout.revision, fact.layout.tp, fact.engine, fact.engine_version,
+        )  # fmt: skip
+
+    def _kind(self, fact: WorkerFacts) -> Kind:
+        key = self._key(fact)
+        kind = self._kinds.get(key)
+        if kind is not None:
+            return kind
+        try:
+            profile = self._profile_of(fact)
+        except LookupError as error:
+            raise UnknownKind(fact.id, str(error)) from None
+        kind = Kind(
+            index=len(self.kinds),
+            hardware=fact.hardware,
+            model=fact.model,
+            precision=fact.precision,
+            tp=fact.tp,
+            profile=profile,
+            kv_tokens=fact.kv_tokens,
+            max_context=fact.max_context,
+            max_batch=fact.max_batch,
+            chunk_tokens=fact.chunk_tokens,
+            layout=fact.layout,
+            long_context=fact.hardware in self._long_context,
+            facts=fact,
+            ahead_ms=self._hold_ahead_chunks * profile.prefill_ms(0, fact.chunk_tokens),
+        )
+        for other in [*self.kinds, kind]:
+            for source, target in ((kind, other), (other, kind)):
+                if why_not_pair(source.facts, target.facts) is None and lacking(source.facts, target.facts) is None:
+                    source.targets |= 1 << target.index
+        self.kinds.append(kind)
+        self._kinds[key] = kind
+        return kind
+
+    def _occupy(self, node: str, fact: WorkerFacts) -> int:
+        kind = self._kind(fact)
+        if self._free:
+            slot = self._free.pop(0)
+        elif len(self.workers) < self._max_workers:
+            slot = len(self.workers)
+            self.workers.append(None)
+        else:
+            raise FleetFull(fact.id, self._max_workers)
+        worker = Worker(slot, fact.id, node, fact.incarnation, kind, fact)
+        self.workers[slot] = worker
+        self._slots[fact.id] = slot
+        bit = 1 << slot
+        kind.plane |= bit
+        for name in (fact.model, *fact.adapters):
+            self.serving[name] = self.serving.get(name, 0) | bit
+        self.planes.set(slot, IDLE_WORD)
+        self._set_verdict(slot, Verdict.UP)
+        self._set_orders(worker, fact)
+        return slot
+
+    def _vacate(self, name: str) -> list[int]:
+        slot = self._slots.pop(name, None)
+        if slot is None:
+            return []
+        worker = self.at(slot)
+        clear = ~(1 << slot)
+        worker.kind.plane &= clear
+        for served in (worker.facts.model, *worker.facts.adapters):
+            self.serving[served] &= clear
+        self._set_verdict(slot, Verdict.DEAD)
+        self.prefills &= clear
+        self.decodes &= clear
+        self.open &= clear
+        self.planes.drop(slot)
+        self.workers[slot] = None
+        return [slot]
+
+    def _set_verdict(self, slot: int, verdict: int) -> None:
+        bit = 1 << slot
+        self.up &= ~bit
+        self.suspect &= ~bit
+        self.frozen &= ~bit
+        if verdict == Verdict.UP:
+            self.up |= bit
+        elif verdict == Verdict.SUSPECT:
+            self.suspect |= bit
+        elif verdict == Verdict.FROZEN:
+            self.frozen |= bit
+
+    def _set_orders(self, worker: Worker, fact: WorkerFacts) -> None:
+        worker.facts = fact
+        bit = 1 << worker.slot
+        self.prefills = self.prefills | bit if fact.role != "decode" else self.prefills & ~bit
+        self.decodes = self.decodes | bit if fact.role != "prefill" else self.decodes & ~bit
+        self.open = self.open & ~bit if fact.cordoned else self.open | bit
+
+
+def free_kv_needed(kind: Kind, tokens: int) -> float:
+    """The share of a worker's KV memory that ``tokens`` take; ``math.inf`` when it has none."""
+    return tokens / kind.kv_tokens if kind.kv_tokens else math.inf

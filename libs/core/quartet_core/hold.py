@@ -1,0 +1,81 @@
+"""The hold queue: requests that wait at the router because a better worker frees soon.
+
+Earliest deadline first within a priority. A hold always ends: by a dispatch, at its ``until_ms``, or by a cancel. The
+deadline is absolute, so a request gains rank as it ages. Bounded in requests and bytes.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+
+class Held(Struct, order=True):
+    """A held request. ``rank`` orders; ``body_bytes`` is what it costs to keep."""
+
+    rank: tuple[int, float, int]
+    key: tuple[str, str, int]
+    model: str
+    since_ms: float
+    until_ms: float
+    body_bytes: int
+
+
+class HoldQueue:
+    """All held requests, by model. ``max_requests`` and ``max_bytes`` bound them together."""
+
+    def __init__(self, *, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._by_model: dict[str, list[Held]] = {}
+        self._by_key: dict[tuple[str, str, int], Held] = {}
+        self._until: list[tuple[float, tuple[str, str, int]]] = []
+        self._count = 0
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __contains__(self, key: tuple[str, str, int]) -> bool:
+        return key in self._by_key
+
+    def put(
+        self, key: tuple[str, str, int], model: str, *, priority: int, deadline_ms: float, now_ms: float,
+        until_ms: float, body_bytes: int,
+    ) -> bool:  # fmt: skip
+        """Hold a request; return False when there is no room, or it is held already."""
+        if key in self._by_key or len(self) >= self._max_requests or self.bytes + body_bytes > self._max_bytes:
+            return False
+        self._count += 1
+        held = Held((-priority, deadline_ms, self._count), key, model, now_ms, until_ms, body_bytes)
+        insort(self._by_model.setdefault(model, []), held)
+        insort(self._until, (until_ms, key))
+        self._by_key[key] = held
+        self.bytes += body_bytes
+        return True
+
+    def take(self, key: tuple[str, str, int]) -> Held | None:
+        """End a hold; None when it is not held."""
+        held = self._by_key.pop(key, None)
+        if held is None:
+            return None
+        queue = self._by_model[held.model]
+        del queue[bisect_left(queue, held)]
+        if not queue:
+            del self._by_model[held.model]
+        del self._until[bisect_left(self._until, (held.until_ms, key))]
+        self.bytes -= held.body_bytes
+        return held
+
+    def first(self, model: str, most: int) -> list[Held]:
+        """The up to ``most`` holds of a model that come first."""
+        return self._by_model.get(model, [])[:most]
+
+    def models(self) -> Iterator[str]:
+        """Models of which requests are held."""
+        yield from list(self._by_model)
+
+    def due(self, now_ms: float) -> list[Held]:
+        """Holds whose time is over, which the caller now ends."""
+        end = bisect_left(self._until, (now_ms, ("\U0010ffff", "", 0)))
+        return [self._by_key[key] for _, key in self._until[:end]]

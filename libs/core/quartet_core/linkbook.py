@@ -1,0 +1,59 @@
+"""The links between nodes as the active coordinator last told them: what a router prices transfers with."""
+
+import math
+
+from msgspec import Struct
+
+
+class PricedLink(Struct):
+    """One directed link. ``gb_per_s`` is decimal."""
+
+    kind: str
+    gb_per_s: float
+    setup_ms: float
+    in_flight_bytes: int
+
+
+class LinkBook:
+    """Link prices by (source node, target node), and whether a coordinator is alive to use them.
+
+    ``silence_ms`` is after how long without a table there is no coordinator: no new splits start then.
+    """
+
+    def __init__(self, silence_ms: float) -> None:
+        self._silence_ms = silence_ms
+        self._links: dict[tuple[str, str], PricedLink] = {}
+        self._leader: tuple[int, str] = (0, "")
+        self._heard_ms = -math.inf
+
+    def hear(self, term: int, coordinator: str, now_ms: float) -> bool:
+        """A table arrived; return whether its author is the active coordinator, whose links count."""
+        if (term, coordinator) < self._leader and self.live(now_ms):
+            return False
+        self._leader = (term, coordinator)
+        self._heard_ms = now_ms
+        return True
+
+    def put(self, source: str, target: str, link: PricedLink) -> None:
+        """Take the state of one link."""
+        self._links[source, target] = link
+
+    def clear(self) -> None:
+        """Forget all links: a table is a full set."""
+        self._links.clear()
+
+    def live(self, now_ms: float) -> bool:
+        """Whether a coordinator was heard lately."""
+        return now_ms - self._heard_ms <= self._silence_ms
+
+    @property
+    def leader(self) -> str:
+        """The active coordinator's instance, "" before the first table."""
+        return self._leader[1]
+
+    def price_ms(self, source: str, target: str, kv_bytes: int) -> tuple[float, str] | None:
+        """(milliseconds, link kind) of moving ``kv_bytes`` now, or None when the nodes are not linked."""
+        link = self._links.get((source, target))
+        if link is None:
+            return None
+        return link.setup_ms + (link.in_flight_bytes + kv_bytes) / (link.gb_per_s * 1e6), link.kind

@@ -1,0 +1,185 @@
+"""Load: what a worker's state means for the next request, and the workers of a kind ordered by it.
+
+Two numbers decide between workers of one kind: how long until one can start (*wait*), and how dear a token is there,
+to the request and to the others (*burden*). Both follow from the believed state alone, so they are computed when the
+state changes, not when a request comes. Quantized to 64 levels each they put the workers into cells; a decision walks
+the cells' staircase: from the shortest wait on, only ever to a lower burden. All other cells are dominated.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+from quartet_core.fleet import Kind
+from quartet_core.ledger import Belief
+from quartet_core.word import queue_level, queue_ms
+
+_LEVELS: Final = 64
+_BURDEN_FLOOR: Final = 0.02
+_BURDEN_STEPS: Final = 6.0  # per octave: one level is 12 %, 64 levels reach 0.02 to 32 times the target
+
+
+class Load:
+    """One worker's load, in the terms of the objective (section 4a of the design).
+
+    ``wait_ms``: half an iteration and the queued prefill, times drift. ``step_ms``: one step of the running batch.
+    ``tpot_ms``: time per token for one sequence more. ``crowd``: batch × mean 1/TPOT-target, what a millisecond of
+    prefill costs the others. ``harm``: what one decoding sequence more costs them. ``room``: tokens of an iteration
+    left for prefill. ``context``: mean context of its sequences, in tokens. Made of a belief at one moment.
+    """
+
+    __slots__ = (
+        "batch", "burden_level", "context", "crowd", "drift", "harm", "phi", "queue_ms", "queued_tokens",
+        "reserved_ms", "room", "step_ms", "tpot_ms", "wait_level", "wait_ms",
+    )  # fmt: skip
+
+    def __init__(self, kind: Kind, belief: Belief, drift: float, kappa: float) -> None:
+        profile = kind.profile
+        batch = belief.batch
+        step = profile.step_ms_at(batch, belief.context) if batch else 0.0
+        following = profile.step_ms_at(batch + 1.0, belief.context)
+        free_time = 1.0 - belief.phi
+        self.batch = batch
+        self.context = belief.context
+        self.drift = drift
+        self.phi = belief.phi
+        self.queue_ms = belief.queue_ms
+        self.reserved_ms = belief.reserved_ms
+        self.queued_tokens = belief.queue_ms / profile.b_ms_per_token
+        self.room = max(kind.chunk_tokens - batch, 1.0)
+        self.step_ms = step
+        self.wait_ms = 0.5 * step + drift * (belief.queue_ms + belief.reserved_ms)
+        self.tpot_ms = drift * following / free_time
+        self.crowd = batch * belief.urgency
+        self.harm = batch * (following - step) / free_time * belief.urgency
+        self.wait_level = queue_level(self.wait_ms)
+        # The request's own TPOT target is taken for the others' mean: it shifts all workers of the kind alike.
+        burden = self.tpot_ms * belief.urgency + kappa * self.harm
+        self.burden_level = min(_LEVELS - 1, max(0, round(_BURDEN_STEPS * math.log2(burden / _BURDEN_FLOOR))))
+
+
+class Cells:
+    """The workers of one kind by (wait level, burden level)."""
+
+    __slots__ = ("_burdens", "_planes", "_waits")
+
+    def __init__(self) -> None:
+        self._waits = 0  # bit l: some worker has wait level l
+        self._burdens = [0] * _LEVELS  # per wait level: the burden levels present
+        self._planes: dict[int, int] = {}
+
+    def put(self, slot: int, wait_level: int, burden_level: int) -> None:
+        """Add a worker that is in no cell."""
+        cell = wait_level << 6 | burden_level
+        self._planes[cell] = self._planes.get(cell, 0) | 1 << slot
+        self._burdens[wait_level] |= 1 << burden_level
+        self._waits |= 1 << wait_level
+
+    def take(self, slot: int, wait_level: int, burden_level: int) -> None:
+        """Remove a worker from the cell it is in."""
+        cell = wait_level << 6 | burden_level
+        plane = self._planes[cell] ^ 1 << slot
+        if plane:
+            self._planes[cell] = plane
+            return
+        del self._planes[cell]
+        self._burdens[wait_level] ^= 1 << burden_level
+        if not self._burdens[wait_level]:
+            self._waits ^= 1 << wait_level
+
+    def staircase(self, mask: int) -> Iterator[tuple[int, int]]:
+        """The cells of ``mask`` that no other dominates: (wait level, plane), shortest wait first, burden falling."""
+        planes, burdens = self._planes, self._burdens
+        waits = self._waits
+        below = (1 << _LEVELS) - 1
+        while waits:
+            lowest = waits & -waits
+            waits ^= lowest
+            wait_level = lowest.bit_length() - 1
+            present = burdens[wait_level] & below
+            while present:
+                bit = present & -present
+                present ^= bit
+                plane = planes[wait_level << 6 | bit.bit_length() - 1] & mask
+                if plane:
+                    yield wait_level, plane
+                    below = bit - 1
+                    break
+            if not below:
+                return
+
+    def by_burden(self, mask: int) -> Iterator[int]:
+        """The planes of ``mask`` by rising burden, whatever their wait: for work that does not queue for prefill."""
+        planes, burdens = self._planes, self._burdens
+        present = 0
+        waits = self._waits
+        levels: list[int] = []
+        while waits:
+            lowest = waits & -waits
+            waits ^= lowest
+            level = lowest.bit_length() - 1
+            levels.append(level)
+            present |= burdens[level]
+        while present:
+            bit = present & -present
+            present ^= bit
+            burden_level = bit.bit_length() - 1
+            plane = 0
+            for level in levels:
+                if burdens[level] & bit:
+                    plane |= planes[level << 6 | burden_level]
+            plane &= mask
+            if plane:
+                yield plane
+
+    @property
+    def count(self) -> int:
+        """How many cells are occupied."""
+        return len(self._planes)
+
+
+def least_wait_ms(wait_level: int) -> float:
+    """A lower bound of the waits of a level: what the level below stands for."""
+    return queue_ms(wait_level - 1) if wait_level else 0.0
+
+
+class LoadBoard:
+    """The load of every worker, kept in step with the believed state."""
+
+    __slots__ = ("_cells", "kappa", "loads")
+
+    def __init__(self, kappa: float) -> None:
+        self.kappa = kappa
+        self.loads: dict[int, Load] = {}
+        self._cells: dict[int, Cells] = {}
+
+    def update(self, slot: int, kind: Kind, belief: Belief, drift: float) -> Load:
+        """Take a new belief about a worker; return its load."""
+        load = Load(kind, belief, drift, self.kappa)
+        before = self.loads.get(slot)
+        self.loads[slot] = load
+        cells = self.cells(kind)
+        if before is not None:
+            if before.wait_level == load.wait_level and before.burden_level == load.burden_level:
+                return load
+            cells.take(slot, before.wait_level, before.burden_level)
+        cells.put(slot, load.wait_level, load.burden_level)
+        return load
+
+    def drop(self, slot: int, kind: Kind) -> None:
+        """A worker is gone."""
+        load = self.loads.pop(slot, None)
+        if load is not None:
+            self.cells(kind).take(slot, load.wait_level, load.burden_level)
+
+    def cells(self, kind: Kind) -> Cells:
+        """The cells of a kind."""
+        cells = self._cells.get(kind.index)
+        if cells is None:
+            cells = self._cells[kind.index] = Cells()
+        return cells
+
+    @property
+    def groups(self) -> int:
+        """Occupied cells of all kinds: how many groups of equal workers the fleet falls into."""
+        return sum(cells.count for cells in self._cells.values())

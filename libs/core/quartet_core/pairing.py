@@ -1,0 +1,117 @@
+"""Which two workers may exchange KV, and where a worker stands when paths to it are chosen.
+
+Workers are seen through protocols, so that bus messages fit as they are. A coordinator refuses wrong pairs at
+planning; a router that asks the same functions never plans them.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+from quartet_core.catalogue import HardwareClass
+from quartet_core.links import Place
+
+RESHARD = "reshard"
+"""Capability of a target whose engine reads KV that was laid out for another TP degree."""
+
+EXPORT, IMPORT, RESERVE = "export", "import", "reserve"
+"""Capabilities that a transfer needs: ``export`` of its source, ``import`` and ``reserve`` of its target."""
+
+
+class LayoutFacts(Protocol):
+    """How KV lies in a worker's memory. ``bytes_per_token`` is over all GPUs of the worker."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def bytes_per_token(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def revision(self) -> str: ...
+    @property
+    def tp(self) -> int: ...
+
+
+class Replica(Protocol):
+    """What pairing asks of a worker; ``precision`` is of its weights."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def engine_version(self) -> str: ...
+    @property
+    def capabilities(self) -> tuple[str, ...]: ...
+    @property
+    def layout(self) -> LayoutFacts: ...
+
+
+def why_not(source: LayoutFacts, target: LayoutFacts, *, any_tp: bool = False) -> str | None:
+    """Why KV laid out as ``source`` cannot be read as ``target``, naming the first difference; None when it can.
+
+    ``any_tp`` is whether the target's engine takes KV of another TP degree (it then cuts heads anew).
+    """
+    for name, here, there in (
+        ("block_tokens", source.block_tokens, target.block_tokens),
+        ("bytes_per_token", source.bytes_per_token, target.bytes_per_token),
+        ("KV precision", source.precision, target.precision),
+        ("revision", source.revision, target.revision),
+    ):
+        if here != there:
+            return f"{name} {here} against {there}"
+    if source.tp != target.tp and not any_tp:
+        return f"tp {source.tp} against {target.tp}"
+    return None
+
+
+def why_not_pair(source: Replica, target: Replica) -> str | None:
+    """Why KV of ``source`` is no use to ``target``, or None: model, weights, engine, its version, then the layout.
+
+    KV computed by other weights, or by another build of the engine, is other numbers under the same prompt.
+    """
+    for name, here, there in (
+        ("model", source.model, target.model),
+        ("weight precision", source.precision, target.precision),
+        ("engine", source.engine, target.engine),
+        ("engine_version", source.engine_version, target.engine_version),
+    ):
+        if here != there:
+            return f"{name} {here or 'unknown'} against {there or 'unknown'}"
+    return why_not(source.layout, target.layout, any_tp=RESHARD in target.capabilities)
+
+
+def lacking(source: Replica, target: Replica) -> str | None:
+    """The first capability that a transfer from ``source`` to ``target`` would need and its worker has not, or None."""
+    if EXPORT not in source.capabilities:
+        return f"source has no {EXPORT}"
+    for needed in (IMPORT, RESERVE):
+        if needed not in target.capabilities:
+            return f"target has no {needed}"
+    return None
+
+
+def place_of(node: str, fabrics: Mapping[str, float], hardware: HardwareClass, gpus: int) -> Place:
+    """Where a worker on ``gpus`` cards of ``hardware`` stands, in a node that announces ``fabrics``.
+
+    ``fabrics`` are link classes of the inventory with their rate in GB/s. InfiniBand wins over RoCE where a node has
+    both. Peer to peer over PCIe is taken for granted unless the node offers shared memory in its stead.
+    """
+    rdma: Literal["ib", "roce", ""] = ""
+    if "RDMA_IB" in fabrics:
+        rdma = "ib"
+    elif "RDMA_ROCE" in fabrics:
+        rdma = "roce"
+    nic = {"ib": "RDMA_IB", "roce": "RDMA_ROCE", "": "TCP"}[rdma]
+    return Place(
+        node=node,
+        gpus=gpus,
+        gpu_link=hardware.gpu_link.kind,
+        gpu_gb_per_s=hardware.gpu_link.gb_per_s,
+        host_gb_per_s=hardware.host_link.gb_per_s,
+        rdma=rdma,
+        nic_gb_per_s=fabrics.get(nic, 0.0),
+        peer_to_peer="PCIE_P2P" in fabrics or "SHM" not in fabrics,
+    )

@@ -1,0 +1,94 @@
+"""What is asked of a policy, and what it answers."""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from quartet_core.ladder import Sketch
+
+
+class Ask(Struct):
+    """A request, as a policy sees it.
+
+    ``output_tokens`` is what the answer will probably have (learned mean, at most ``max_tokens``). ``ttft_ms`` and
+    ``tpot_ms`` are its targets. ``waited_ms`` is how long it has been here. ``excluded`` is the plane of workers
+    already tried. ``plans_split`` says whether its halves may go to two workers.
+    """
+
+    model: str
+    prompt_tokens: int
+    output_tokens: float
+    ttft_ms: float
+    tpot_ms: float
+    sketch: Sketch
+    waited_ms: float = 0.0
+    excluded: int = 0
+    plans_split: bool = True
+
+
+class Reason(StrEnum):
+    """Why a decision is what it is."""
+
+    BEST = "best"
+    ONLY_CANDIDATE = "only_candidate"
+    SPLIT = "split"
+    HELD = "held"
+    POLICY = "policy"
+    UNKNOWN_MODEL = "unknown_model"
+    NO_WORKER = "no_worker"
+    ALL_BUSY = "all_busy"
+    TOO_LONG = "too_long"
+    NO_PREFILL_WORKER = "no_prefill_worker"
+
+
+class Plan(Struct):
+    """Who prefills and who decodes, and what that is predicted to take.
+
+    ``prefill`` and ``decode`` are slots, equal unless the request is split. ``cached_tokens`` of the prompt are at
+    ``prefill`` already. ``prefill_ms`` is predicted work on ``prefill``, ``ahead_ms`` the work before it there.
+    ``cost`` is the policy's own figure: less is better.
+    """
+
+    prefill: int
+    decode: int
+    cached_tokens: int
+    prefill_ms: float
+    ttft_ms: float
+    tpot_ms: float
+    total_ms: float
+    ahead_ms: float
+    cost: float
+    kv_bytes: int = 0
+    kv_ms: float = 0.0
+
+    @property
+    def split(self) -> bool:
+        """Whether the halves go to two workers."""
+        return self.prefill != self.decode
+
+
+class Candidates(Struct):
+    """The workers that hard filters leave, as planes, and how many were left after each filter, in its order.
+
+    ``whole`` may do all of a request; ``prefill`` and ``decode`` one half. ``holders`` is (cached tokens, plane) from
+    the longest prefix down, over all of ``prefill`` and ``whole``; a worker in none of them holds nothing.
+    """
+
+    whole: int
+    prefill: int
+    decode: int
+    holders: list[tuple[int, int]]
+    left: dict[str, int]
+
+
+class Decision(Struct):
+    """A policy's answer: a plan, or a reason why there is none. ``hold`` asks to wait for ``plan``'s worker.
+
+    ``considered`` are the best plans looked at, for explanation; ``left`` counts candidates after each filter.
+    """
+
+    reason: Reason
+    plan: Plan | None = None
+    hold: bool = False
+    left: dict[str, int] | None = None
+    considered: tuple[Plan, ...] = ()

@@ -1,0 +1,216 @@
+"""Routing: everything a router knows, and the decisions that follow. Router, simulator and tests run this object.
+
+What happens is told to it as it happens (inventories, words, affinity, ledger events); ``decide`` answers from what
+is known. Time is handed in, in milliseconds of one clock.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from quartet_core.affinity import AffinityTable
+from quartet_core.filters import Filters
+from quartet_core.fleet import Fleet, ProfileOf, WorkerFacts
+from quartet_core.ledger import Key, Ledger
+from quartet_core.linkbook import LinkBook
+from quartet_core.load import LoadBoard
+from quartet_core.plan import Ask, Decision, Plan, Reason
+from quartet_core.policy.base import Policy, View
+from quartet_core.verdict import Verdict
+from quartet_core.word import drift_ratio
+
+_UNUSABLE_DRIFT = 10.0
+"""Stands for "unusable" where a finite factor is needed; filters have taken such workers out."""
+
+_SWEEP_ROWS = 1024
+
+PolicyOf = Callable[[View], Policy]
+
+
+class UnknownPolicy(Exception):
+    """A policy that was not imported at start."""
+
+    def __init__(self, name: str, allowed: Sequence[str]) -> None:
+        super().__init__(f"no policy {name!r}; there are: {', '.join(allowed)}")
+        self.name = name
+        self.allowed = tuple(allowed)
+
+
+class Routing:
+    """The state and the rules of a router.
+
+    ``policies`` by name; ``policy`` is the one in use. ``freed`` collects models of which a worker became able to take
+    held work since the caller last cleared it: the only change that can end a hold early.
+    """
+
+    def __init__(
+        self, profile_of: ProfileOf, policies: Mapping[str, PolicyOf], *, policy: str, links: LinkBook,
+        long_context: Sequence[str], long_prompt_tokens: int, kappa: float, hold_ahead_chunks: float,
+        affinity_rows: int, affinity_hashes: int, max_workers: int, without_prefill_worker: str = "whole",
+    ) -> None:  # fmt: skip
+        self.fleet = Fleet(
+            profile_of, max_workers=max_workers, long_context=long_context, hold_ahead_chunks=hold_ahead_chunks
+        )
+        self.affinity = AffinityTable(affinity_rows, affinity_hashes)
+        self.ledger = Ledger()
+        self.board = LoadBoard(kappa)
+        self.links = links
+        self._filters = Filters(self.fleet, self.affinity, long_prompt_tokens=long_prompt_tokens)
+        view = View(self.fleet, self.board, links, kappa=kappa)
+        self._policies = {name: make(view) for name, make in policies.items()}
+        self.policy = self._policy(policy)
+        self._whole_without_pair = without_prefill_worker == "whole"
+        self.fallbacks = 0
+        """Requests given whole to a worker whose role is one half only, for want of a pair."""
+        self.freed: dict[str, None] = {}
+        self._able = 0  # workers with less than their kind's hold-ahead work before them
+        self._leaving: list[int] = []  # vacated slots whose affinity column is not swept yet
+
+    # Decisions
+
+    def decide(self, ask: Ask) -> Decision:
+        """What to do with a request now."""
+        candidates = self._filters.candidates(ask)
+        if isinstance(candidates, Reason):
+            return Decision(reason=candidates)
+        if not candidates.whole and not (candidates.prefill and ask.plans_split):
+            # Halves only, and no pair of them: one half does all, if the configuration says so, and is counted.
+            half = candidates.prefill or candidates.decode
+            if not half or not self._whole_without_pair:
+                return Decision(reason=Reason.NO_PREFILL_WORKER, left=candidates.left)
+            candidates.whole = half
+            self.fallbacks += 1
+        return self.policy.choose(ask, candidates)
+
+    def choose_policy(self, name: str) -> None:
+        """Decide by another policy from now on. Raises ``UnknownPolicy``; then the old one stays."""
+        self.policy = self._policy(name)
+
+    @property
+    def policy_names(self) -> list[str]:
+        """The policies that may be chosen."""
+        return list(self._policies)
+
+    # Work
+
+    def sent(self, keys: Mapping[int, Key], plan: Plan, ask: Ask, now_ms: float, reserved_for_ms: float = 0.0) -> None:
+        """A plan was dispatched (or, with ``reserved_for_ms``, is held): ``keys`` by slot go into the ledger."""
+        for slot, key in keys.items():
+            self.opened(
+                key, slot,
+                prefill_ms=plan.prefill_ms / self._drift(slot) if slot == plan.prefill else 0.0,
+                tokens=ask.prompt_tokens + int(ask.output_tokens / 2),
+                decodes=slot == plan.decode,
+                tpot_ms=ask.tpot_ms,
+                total_ms=plan.total_ms,
+                now_ms=now_ms,
+                reserved_for_ms=reserved_for_ms,
+            )  # fmt: skip
+
+    def opened(
+        self, key: Key, slot: int, *, prefill_ms: float, tokens: int, decodes: bool, tpot_ms: float, total_ms: float,
+        now_ms: float, reserved_for_ms: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Somebody's work was put on a worker."""
+        if self.ledger.open(
+            key, slot, prefill_ms=prefill_ms, tokens=tokens, decodes=decodes, tpot_ms=tpot_ms, total_ms=total_ms,
+            now_ms=now_ms, reserved_for_ms=reserved_for_ms,
+        ):  # fmt: skip
+            self.refresh(slot, now_ms)
+
+    def accepted(self, key: Key, beat: int, now_ms: float) -> None:
+        """A worker took a request."""
+        self._changed(self.ledger.accepted(key, beat), now_ms)
+
+    def prefilled(self, key: Key, beat: int, now_ms: float) -> None:
+        """A worker has computed a prompt."""
+        self._changed(self.ledger.prefilled(key, beat), now_ms)
+
+    def ended(self, key: Key, beat: int, now_ms: float) -> None:
+        """A request left a worker; ``beat`` 0 when it never got there."""
+        self._changed(self.ledger.ended(key, beat), now_ms)
+
+    # Fleet
+
+    def learn(self, node: str, facts: Sequence[WorkerFacts], now_ms: float) -> tuple[list[int], list[Exception]]:
+        """Take a node's inventory; return the vacated slots (their requests are lost) and what was refused."""
+        kinds = {slot: worker.kind for slot, worker in enumerate(self.fleet.workers) if worker is not None}
+        fresh, vacated, refused = self.fleet.learn(node, facts)
+        for slot in vacated:
+            self._leave(slot)
+            self.board.drop(slot, kinds[slot])
+        for slot in fresh:
+            self.refresh(slot, now_ms)
+        return vacated, refused
+
+    def hear(self, worker: str, incarnation: int, state: int, beat: int, verdict: int, now_ms: float) -> int | None:
+        """Take a collector's word; return the slot if this killed its worker, whose requests are lost."""
+        slot = self.fleet.slot_of(worker)
+        before = Verdict.DEAD if slot is None else self.fleet.verdict(slot)
+        slot = self.fleet.hear(worker, incarnation, state, beat, verdict)
+        if slot is None:
+            return None
+        if verdict == Verdict.DEAD and before != Verdict.DEAD:
+            self.ledger.fence(slot)
+            self.affinity.forget(slot)
+            self.refresh(slot, now_ms)
+            return slot
+        self.ledger.heard(slot, beat)
+        self.refresh(slot, now_ms)
+        return None
+
+    def refresh(self, slot: int, now_ms: float) -> None:
+        """Recompute a worker's load after its word or its entries changed."""
+        worker = self.fleet.at(slot)
+        word = self.fleet.planes.word(slot) or 0
+        belief = self.ledger.belief(slot, word, now_ms)
+        load = self.board.update(slot, worker.kind, belief, self._drift(slot))
+        bit = 1 << slot
+        if load.queue_ms <= worker.kind.ahead_ms and self.fleet.up & bit:
+            if not self._able & bit:
+                self._able |= bit
+            self.freed[worker.kind.model] = None
+            for adapter in worker.facts.adapters:
+                self.freed[adapter] = None
+        else:
+            self._able &= ~bit
+
+    def tend(self, now_ms: float) -> None:
+        """Once a second: expire what nobody ended."""
+        for slot in self.ledger.expire(now_ms):
+            if self.fleet.workers[slot] is not None:
+                self.refresh(slot, now_ms)
+
+    def sweep(self) -> None:
+        """A slice (some 80 us at 1,000 workers) of the clean-up after dead workers; vacated slots come free by it."""
+        if self.affinity.sweep(_SWEEP_ROWS) and self._leaving:
+            for slot in self._leaving:
+                self.fleet.recycle(slot)
+            self._leaving.clear()
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether ``sweep`` has anything to do."""
+        return bool(self.affinity.dirty or self._leaving)
+
+    def longest_context(self, model: str) -> int:
+        """The longest prompt, in tokens, that any worker of a model takes."""
+        plane = self.fleet.serving.get(model, 0)
+        return max((min(k.max_context, k.kv_tokens) for k in self.fleet.kinds if k.plane & plane), default=0)
+
+    def _leave(self, slot: int) -> None:
+        self.ledger.fence(slot)
+        self.affinity.forget(slot)
+        self._able &= ~(1 << slot)
+        self._leaving.append(slot)
+
+    def _changed(self, slot: int | None, now_ms: float) -> None:
+        if slot is not None and self.fleet.workers[slot] is not None:
+            self.refresh(slot, now_ms)
+
+    def _drift(self, slot: int) -> float:
+        return min(drift_ratio(self.fleet.drift(slot)), _UNUSABLE_DRIFT)
+
+    def _policy(self, name: str) -> Policy:
+        policy = self._policies.get(name)
+        if policy is None:
+            raise UnknownPolicy(name, self.policy_names)
+        return policy

@@ -1,0 +1,424 @@
+"""The desk carries out decisions: sends, holds, retries, cancels, fails. Every flight's outcome is written here."""
+
+from quartet_bus import frames, subjects
+from quartet_bus.bus import PayloadTooLarge
+from quartet_bus.config.schema import Config
+from quartet_bus.messages import (
+    Cancel,
+    LedgerAction,
+    LedgerNote,
+    Phase,
+    Prefill,
+    RequestEvent,
+    Role,
+    Run,
+    Split,
+    TransferPlan,
+    TransferReason,
+)
+from quartet_bus.service import Service
+from quartet_core import dispatch as steps
+from quartet_core import openai
+from quartet_core.dispatch import Half, Stage
+from quartet_core.hold import HoldQueue
+from quartet_core.openai import Refused
+from quartet_core.plan import Decision, Plan, Reason
+from quartet_core.routing import Routing
+from quartet_router.explain import Explanations
+from quartet_router.figures import Figures
+from quartet_router.flight import Flight, Flights
+
+_REVIEWED = 16
+"""Held requests of a model that one review decides anew, first ones first."""
+
+_RETRY_AFTER_S = 1.0
+
+
+class Desk:
+    """Decides for flights and acts on it. ``service`` gives bus, clock and timers."""
+
+    def __init__(
+        self, service: Service, config: Config, routing: Routing, flights: Flights, explanations: Explanations,
+        figures: Figures,
+    ) -> None:  # fmt: skip
+        self._service = service
+        self._config = config
+        self._router = config.router
+        self._routing = routing
+        self._flights = flights
+        self._explanations = explanations
+        self._figures = figures
+        self._transfers = 0
+        self._review_due = False
+        self.holds = HoldQueue(max_requests=config.router.hold_max_requests, max_bytes=config.router.hold_max_bytes)
+
+    def now_ms(self) -> float:
+        """The service's clock in milliseconds."""
+        return self._service.now_ns() / 1e6
+
+    # From arrival to dispatch
+
+    def take(self, flight: Flight) -> None:
+        """A new flight: send it, hold it, or refuse it."""
+        first = self.holds.first(flight.model, 1)
+        if first and not flight.no_hold and self._hold(flight, None):
+            # Others wait already: this one takes its place among them, earliest deadline first.
+            self._review(flight.model)
+            return
+        self._decide(flight)
+
+    def act(self, flight: Flight, actions: list[steps.Action]) -> None:
+        """Carry out what a flight's state machine asks for."""
+        for action in actions:
+            if isinstance(action, steps.Cancel):
+                self._cancel(flight, action)
+            elif isinstance(action, steps.Fail):
+                self._tell_error(flight, action.error)
+            elif isinstance(action, steps.Send):
+                self._figures.retried()
+                self._flights.lifted(flight)
+                self._decide(flight)
+            else:
+                self._release(flight)
+                self._flights.remove(flight)
+
+    def fail(self, flight: Flight, error: Refused) -> None:
+        """Refuse a flight for a reason of the router's own."""
+        self._figures.rejected.labels(str(error.status)).inc()
+        self._say_event(flight, Phase.REJECTED, reason=error.body.code or error.body.type, code=error.status)
+        self.act(flight, flight.dispatch.failed(error))
+
+    def _decide(self, flight: Flight) -> None:
+        now_ms = self.now_ms()
+        if flight.deadline_at_ms and now_ms >= flight.deadline_at_ms:
+            self.fail(flight, openai.late())
+            return
+        decision = self._decision(flight, now_ms)
+        hold = decision.hold or decision.reason is Reason.ALL_BUSY
+        if hold and self._may_hold(flight, now_ms) and self._hold(flight, decision.plan):
+            return
+        self._follow(flight, decision)
+
+    def _decision(self, flight: Flight, now_ms: float) -> Decision:
+        ask = flight.ask
+        ask.waited_ms = now_ms - flight.arrived_ms
+        ask.plans_split = self._router.split and self._routing.links.live(now_ms)
+        ask.excluded = 0
+        for worker in flight.dispatch.tried:
+            slot = self._routing.fleet.slot_of(worker)
+            if slot is not None:
+                ask.excluded |= 1 << slot
+        with self._figures.deciding():
+            decision = self._routing.decide(ask)
+        flight.decision = decision
+        self._figures.decisions.labels(decision.reason.value).inc()
+        self._explanations.note(flight, decision, self._routing.policy.name, now_ms)
+        return decision
+
+    def _follow(self, flight: Flight, decision: Decision) -> None:
+        if decision.plan is not None:
+            self._send(flight, decision.plan)
+            return
+        model = flight.model
+        if decision.reason is Reason.TOO_LONG:
+            self.fail(flight, openai.too_long(flight.ask.prompt_tokens, self._routing.longest_context(model)))
+        elif decision.reason is Reason.ALL_BUSY:
+            self.fail(flight, openai.all_busy(model, _RETRY_AFTER_S))
+        elif decision.reason is Reason.UNKNOWN_MODEL and model not in self._config.models:
+            self.fail(flight, openai.unknown_model(model))
+        else:
+            self.fail(flight, openai.no_worker(model))
+
+    # Holding
+
+    def review_soon(self) -> None:
+        """Look at held requests again once the messages at hand are handled, if a worker of theirs freed."""
+        if self._review_due or not len(self.holds):
+            self._routing.freed.clear()
+            return
+        self._review_due = True
+        self._service.loop.call_soon(self._review_freed)
+
+    def end_due_holds(self) -> None:
+        """Holds whose time is over leave for the best worker there is, or are refused."""
+        now_ms = self.now_ms()
+        for held in self.holds.due(now_ms):
+            flight = self._flights.get(held.key)
+            self._unhold(held.key)
+            if flight is not None:
+                self._figures.holds_expired.inc()
+                self._follow(flight, self._decision(flight, now_ms))
+
+    def say_held(self) -> None:
+        """Once a second: tell clients whose requests wait that they do."""
+        now_ms = self.now_ms()
+        for flight in self._flights:
+            if flight.dispatch.stage is Stage.HELD and now_ms - flight.frames_at_ms >= 900.0:
+                self._frame(flight, frames.Alive(id=flight.id, attempt=flight.attempt, try_=flight.dispatch.try_))
+
+    def _may_hold(self, flight: Flight, now_ms: float) -> bool:
+        return not flight.no_hold and now_ms < flight.arrived_ms + self._router.hold_max_ms
+
+    def _hold(self, flight: Flight, plan: Plan | None) -> bool:
+        now_ms = self.now_ms()
+        until_ms = flight.arrived_ms + self._router.hold_max_ms
+        if flight.deadline_at_ms:
+            until_ms = min(until_ms, flight.deadline_at_ms)
+        if until_ms <= now_ms or not self.holds.put(
+            flight.key,
+            flight.model,
+            priority=flight.priority,
+            deadline_ms=flight.arrived_ms + flight.ask.ttft_ms,
+            now_ms=now_ms,
+            until_ms=until_ms,
+            body_bytes=len(flight.body or b""),
+        ):
+            return False
+        if flight.dispatch.stage is not Stage.HELD:
+            self._figures.held()
+            flight.dispatch.held()
+            remaining_ms = until_ms - now_ms
+            self._frame(
+                flight,
+                frames.Held(id=flight.id, attempt=flight.attempt, try_=flight.dispatch.try_, remaining_ms=remaining_ms),
+            )
+            self._say_event(flight, Phase.HELD)
+        if plan is not None:
+            self._reserve(flight, plan, until_ms - now_ms)
+        return True
+
+    def _reserve(self, flight: Flight, plan: Plan, remaining_ms: float) -> None:
+        worker = self._routing.fleet.at(plan.prefill)
+        key = flight.ledger_key(worker.id, worker.incarnation)
+        flight.ledger_keys = {plan.prefill: key}
+        self._routing.sent(flight.ledger_keys, plan, flight.ask, self.now_ms(), reserved_for_ms=remaining_ms)
+        self._note(flight, LedgerAction.RESERVED, plan, remaining_ms)
+
+    def _unhold(self, key: tuple[str, str, int]) -> None:
+        """End a hold and its reservation."""
+        held = self.holds.take(key)
+        flight = self._flights.get(key)
+        if held is None or flight is None:
+            return
+        now_ms = self.now_ms()
+        for ledger_key in flight.ledger_keys.values():
+            self._routing.ended(ledger_key, 0, now_ms)
+        flight.ledger_keys = {}
+        self._figures.held_ms.observe(now_ms - held.since_ms)
+
+    def _review_freed(self) -> None:
+        self._review_due = False
+        freed = list(self._routing.freed)
+        self._routing.freed.clear()
+        for model in freed:
+            self._review(model)
+
+    def _review(self, model: str) -> None:
+        """Decide the first held requests of ``model`` anew, in their order; stop at one that must go on waiting for a
+        worker that a request before it waits for, too."""
+        waited_for: set[int] = set()
+        for held in self.holds.first(model, _REVIEWED):
+            flight = self._flights.get(held.key)
+            self._unhold(held.key)
+            if flight is None:
+                continue
+            now_ms = self.now_ms()
+            decision = self._decision(flight, now_ms)
+            plan = decision.plan
+            claimed = plan is not None and plan.prefill in waited_for
+            if (
+                (decision.hold or claimed or decision.reason is Reason.ALL_BUSY)
+                and self._may_hold(flight, now_ms)
+                and self._hold(flight, plan)
+            ):
+                if plan is None or claimed:
+                    return
+                waited_for.add(plan.prefill)
+            else:
+                self._follow(flight, decision)
+
+    # Sending
+
+    def _send(self, flight: Flight, plan: Plan) -> None:
+        fleet = self._routing.fleet
+        target, source = fleet.at(plan.decode), fleet.at(plan.prefill)
+        decode = Half(target.slot, target.id, target.incarnation)
+        prefill = Half(source.slot, source.id, source.incarnation) if plan.split else None
+        now_ms = self.now_ms()
+        try_ = flight.dispatch.sent(plan, decode, prefill)
+        tokens = flight.ask.prompt_tokens
+        split_there = split_here = None
+        if prefill is not None:
+            self._transfers += 1
+            flight.transfer = f"{self._service.instance}-{self._transfers}"
+            split_there = Split(flight.transfer, source.id, source.incarnation, tokens)
+            split_here = Split(flight.transfer, target.id, target.incarnation, tokens)
+        deadline_ms = max(1, int(flight.deadline_at_ms - now_ms)) if flight.deadline_at_ms else 0
+        body = flight.body or b""
+        run = Run(
+            stream=flight.stream,
+            tenant=flight.tenant,
+            model=flight.model,
+            worker=target.id,
+            incarnation=target.incarnation,
+            inbox=flight.inbox,
+            body=body,
+            router=self._service.instance,
+            prompt_tokens=tokens,
+            deadline_ms=deadline_ms,
+            ttft_ms=flight.ask.ttft_ms,
+            tpot_ms=flight.ask.tpot_ms,
+            predicted_ttft_ms=plan.ttft_ms,
+            predicted_prefill_ms=plan.prefill_ms,
+            predicted_total_ms=plan.total_ms,
+            waited_ms=now_ms - flight.arrived_ms,
+            priority=flight.priority,
+            session=flight.session,
+            salt=flight.salt,
+            split=split_there,
+        )
+        try:
+            self._service.say(subjects.worker_run(target.id), run)
+            if split_here is not None:
+                self._send_prefill(flight, plan, split_here, deadline_ms)
+        except PayloadTooLarge as error:
+            self.fail(flight, openai.too_large(error.size_bytes, error.limit_bytes))
+            return
+        flight.ledger_keys = {
+            half.slot: flight.ledger_key(half.worker, half.incarnation) for half in flight.dispatch.halves
+        }
+        self._routing.sent(flight.ledger_keys, plan, flight.ask, now_ms)
+        self._flights.placed(flight)
+        self._note(flight, LedgerAction.DISPATCHED, plan)
+        self._figures.sent(plan, fleet)
+        self._say_event(flight, Phase.DISPATCHED, worker=target.id)
+        self._service.later(self._router.dispatch_ack_ms / 1e3, self._ack_due, flight, try_)
+
+    def _send_prefill(self, flight: Flight, plan: Plan, split: Split, deadline_ms: int) -> None:
+        fleet = self._routing.fleet
+        target, source = fleet.at(plan.decode), fleet.at(plan.prefill)
+        self._service.say(
+            subjects.worker_prefill(source.id),
+            Prefill(
+                stream=flight.stream,
+                tenant=flight.tenant,
+                model=flight.model,
+                worker=source.id,
+                incarnation=source.incarnation,
+                body=flight.body or b"",
+                router=self._service.instance,
+                prompt_tokens=flight.ask.prompt_tokens,
+                split=split,
+                deadline_ms=deadline_ms,
+                predicted_prefill_ms=plan.prefill_ms,
+                salt=flight.salt,
+            ),
+        )
+        self._service.say(
+            subjects.kv_plan(),
+            TransferPlan(
+                transfer=split.transfer,
+                reason=TransferReason.SPLIT,
+                stream=flight.stream,
+                model=flight.model,
+                source=source.id,
+                source_incarnation=source.incarnation,
+                target=target.id,
+                target_incarnation=target.incarnation,
+                tokens=split.tokens,
+                kv_bytes=plan.kv_bytes,
+                deadline_ms=deadline_ms or 3.0 * plan.ttft_ms + 10_000.0,
+                predicted_ms=plan.kv_ms,
+                router=self._service.instance,
+            ),
+        )
+
+    def _ack_due(self, flight: Flight, try_: int) -> None:
+        self.act(flight, flight.dispatch.ack_due(try_))
+
+    def _cancel(self, flight: Flight, cancel: steps.Cancel) -> None:
+        now_ms = self.now_ms()
+        for half in cancel.halves:
+            self._service.say(
+                subjects.worker_cancel(half.worker), Cancel(flight.id, flight.attempt, cancel.try_, cancel.reason)
+            )
+            if not half.acked:
+                # The worker may never have heard of it, and then no event of its own ends the entry.
+                self._routing.ended(flight.ledger_key(half.worker, half.incarnation), 0, now_ms)
+                self._service.say(
+                    subjects.routed(),
+                    LedgerNote(
+                        router=self._service.instance,
+                        action=LedgerAction.ENDED,
+                        stream=flight.stream,
+                        tenant=flight.tenant,
+                        worker=half.worker,
+                        incarnation=half.incarnation,
+                    ),
+                )
+
+    def _release(self, flight: Flight) -> None:
+        if flight.key in self.holds:
+            self._unhold(flight.key)
+
+    # Saying
+
+    def _note(self, flight: Flight, action: LedgerAction, plan: Plan, expires_ms: float = 0.0) -> None:
+        for slot, key in flight.ledger_keys.items():
+            worker = self._routing.fleet.at(slot)
+            prefills, decodes = slot == plan.prefill, slot == plan.decode
+            self._service.say(
+                subjects.routed(),
+                LedgerNote(
+                    router=self._service.instance,
+                    action=action,
+                    stream=flight.stream,
+                    tenant=flight.tenant,
+                    worker=worker.id,
+                    incarnation=key[4],
+                    role=Role.BOTH if prefills and decodes else Role.PREFILL if prefills else Role.DECODE,
+                    prefill_ms=plan.prefill_ms if prefills else 0.0,
+                    prompt_tokens=flight.ask.prompt_tokens,
+                    total_ms=plan.total_ms,
+                    expires_ms=expires_ms,
+                    tpot_ms=flight.ask.tpot_ms,
+                ),
+            )
+
+    def _tell_error(self, flight: Flight, error: Refused) -> None:
+        self._frame(
+            flight,
+            frames.Error(
+                id=flight.id,
+                attempt=flight.attempt,
+                try_=flight.dispatch.try_,
+                status=error.status,
+                error=error.body,
+                retry_after_s=error.retry_after_s,
+            ),
+        )
+
+    def _frame(self, flight: Flight, frame: frames.AnyFrame) -> None:
+        flight.frames_at_ms = self.now_ms()
+        self._service.say(subjects.inbox(flight.inbox), frames.encode(frame))
+
+    def _say_event(self, flight: Flight, phase: Phase, *, worker: str = "", reason: str = "", code: int = 0) -> None:
+        plan = flight.dispatch.plan
+        self._service.say(
+            subjects.request_event(phase),
+            RequestEvent(
+                phase=phase,
+                stream=flight.stream,
+                tenant=flight.tenant,
+                model=flight.model,
+                worker=worker,
+                router=self._service.instance,
+                reason=reason or ("" if flight.decision is None else flight.decision.reason.value),
+                code=code,
+                prompt_tokens=flight.ask.prompt_tokens,
+                cached_tokens=0 if plan is None else plan.cached_tokens,
+                waited_ms=self.now_ms() - flight.arrived_ms,
+                predicted_ttft_ms=0.0 if plan is None else plan.ttft_ms,
+                predicted_total_ms=0.0 if plan is None else plan.total_ms,
+            ),
+        )

@@ -1,0 +1,140 @@
+"""The feed: fleet state, inventories, affinity and links as they arrive, and asking for what is missing."""
+
+import array
+import sys
+from collections.abc import Callable
+
+from quartet_bus import subjects
+from quartet_bus.messages import (
+    AffinityUpdate,
+    ControlRequest,
+    FleetDelta,
+    FleetSnapshot,
+    LinkTable,
+    NodeInventory,
+    WorkerState,
+)
+from quartet_bus.metrics import Metrics
+from quartet_bus.subjects import Topic
+from quartet_core.linkbook import LinkBook, PricedLink
+from quartet_core.routing import Routing
+
+Say = Callable[[Topic[ControlRequest], ControlRequest], None]
+
+_ASK_PAUSE_MS = 500.0
+
+
+class Feed:
+    """Keeps a ``Routing`` in step with the bus. ``lost`` is called with each worker whose requests are lost."""
+
+    def __init__(
+        self, routing: Routing, links: LinkBook, say: Say, metrics: Metrics, lost: Callable[[str], None],
+        *, rows: int, hashes: int,
+    ) -> None:  # fmt: skip
+        self._routing = routing
+        self._links = links
+        self._say = say
+        self._lost = lost
+        self._rows = rows
+        self._hashes = hashes
+        self._numbers: dict[str, tuple[int, int]] = {}  # collector → (incarnation, last delta)
+        self._affinity: dict[str, tuple[int, int]] = {}  # worker → (incarnation, last update)
+        self._asked_ms: dict[str, float] = {}
+        self._gaps = metrics.counter("fleet_gaps", "Deltas or affinity updates missed, by kind.", ("kind",))
+        self._refused = metrics.counter("workers_refused", "Announced workers that cannot be routed to.", ("reason",))
+
+    def ask_all(self) -> None:
+        """Have every node and collector say all it knows: what a router does when it starts."""
+        self._say(subjects.control("agent", "_all", "inventory"), ControlRequest())
+        self._say(subjects.control("agent", "_all", "affinity"), ControlRequest())
+        self._say(subjects.control("collector", "_all", "snapshot"), ControlRequest())
+
+    def inventory(self, message: NodeInventory, now_ms: float) -> list[str]:
+        """A node's static facts; return what was refused of it, for the log."""
+        names = {slot: w.id for slot, w in enumerate(self._routing.fleet.workers) if w is not None}
+        vacated, refused = self._routing.learn(message.node, message.workers, now_ms)
+        for slot in vacated:
+            self._affinity.pop(names[slot], None)
+            self._lost(names[slot])
+        if any(worker.id not in self._affinity for worker in message.workers):
+            self._ask("agent", message.node, "affinity", now_ms)
+        for error in refused:
+            self._refused.labels(type(error).__name__).inc()
+        return [str(error) for error in refused]
+
+    def delta(self, message: FleetDelta, now_ms: float) -> None:
+        """What changed; a gap asks its collector for everything."""
+        known = self._numbers.get(message.collector)
+        if known != (message.incarnation, message.number - 1):
+            if known is not None and known[0] == message.incarnation and message.number <= known[1]:
+                return  # a duplicate or an overtaken one: the snapshot that overtook it knows more
+            self._gaps.labels("delta").inc()
+            self._ask("collector", message.collector, "snapshot", now_ms)
+        self._numbers[message.collector] = (message.incarnation, message.number)
+        self._states(message.changes, now_ms)
+
+    def snapshot(self, message: FleetSnapshot, now_ms: float) -> None:
+        """Everything one collector knows."""
+        known = self._numbers.get(message.collector)
+        if known is None or known[0] != message.incarnation or known[1] < message.number:
+            self._numbers[message.collector] = (message.incarnation, message.number)
+        self._states(message.workers, now_ms)
+
+    def affinity(self, message: AffinityUpdate, now_ms: float) -> None:
+        """Which prefixes a worker gained or lost; a gap asks for its full set."""
+        routing = self._routing
+        slot = routing.fleet.slot_of(message.worker)
+        if slot is None:
+            return
+        worker = routing.fleet.at(slot)
+        if (message.rows, message.hashes) != (self._rows, self._hashes):
+            self._gaps.labels("affinity_shape").inc()
+            return
+        if worker.incarnation != message.incarnation:
+            return
+        if message.full:
+            routing.affinity.replace(slot, _rows(message.on))
+            self._affinity[message.worker] = (message.incarnation, message.number)
+            return
+        known = self._affinity.get(message.worker)
+        if known is None or known != (message.incarnation, message.number - 1):
+            if known is not None and known[0] == message.incarnation and message.number <= known[1]:
+                return
+            self._gaps.labels("affinity").inc()
+            self._ask("agent", worker.node, "affinity", now_ms)
+            return
+        self._affinity[message.worker] = (message.incarnation, message.number)
+        routing.affinity.turn_on(slot, _rows(message.on))
+        routing.affinity.turn_off(slot, _rows(message.off))
+
+    def links(self, message: LinkTable, now_ms: float) -> None:
+        """The active coordinator's link table."""
+        if not self._links.hear(message.term, message.coordinator, now_ms):
+            return
+        self._links.clear()
+        for link in message.links:
+            self._links.put(
+                link.source, link.target, PricedLink(link.kind, link.gb_per_s, link.setup_ms, link.in_flight_bytes)
+            )
+
+    def _states(self, states: tuple[WorkerState, ...], now_ms: float) -> None:
+        hear = self._routing.hear
+        for state in states:
+            dead = hear(state.worker, state.incarnation, state.state, state.beat, state.verdict, now_ms)
+            if dead is not None:
+                self._affinity.pop(state.worker, None)
+                self._lost(state.worker)
+
+    def _ask(self, service: str, instance: str, verb: str, now_ms: float) -> None:
+        name = f"{service}.{instance}.{verb}"
+        if now_ms - self._asked_ms.get(name, -_ASK_PAUSE_MS) < _ASK_PAUSE_MS:
+            return
+        self._asked_ms[name] = now_ms
+        self._say(subjects.control(service, instance, verb), ControlRequest())
+
+
+def _rows(data: bytes) -> array.array[int]:
+    rows = array.array("I", data)
+    if sys.byteorder == "big":
+        rows.byteswap()
+    return rows

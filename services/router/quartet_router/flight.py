@@ -1,0 +1,129 @@
+"""A flight: one request in this router, from its arrival to its end."""
+
+from collections.abc import Iterator
+
+from quartet_bus.messages import StreamId
+from quartet_core.dispatch import Dispatch
+from quartet_core.ledger import Key as LedgerKey
+from quartet_core.plan import Ask, Decision
+
+FlightKey = tuple[str, str, int]
+"""(tenant, request id, attempt)."""
+
+
+class Flight:
+    """All that the router keeps of a request. ``body`` is dropped at the first token: then nothing is resent."""
+
+    __slots__ = (
+        "arrived_ms", "ask", "attempt", "body", "deadline_at_ms", "decision", "dispatch", "frames_at_ms", "id", "inbox",
+        "ledger_keys", "model", "no_hold", "priority", "salt", "session", "tenant", "transfer",
+    )  # fmt: skip
+
+    def __init__(
+        self, *, tenant: str, model: str, id: str, attempt: int, inbox: str, body: bytes, ask: Ask, max_tries: int,
+        arrived_ms: float, deadline_at_ms: float, priority: int, session: str, no_hold: bool, salt: bytes,
+    ) -> None:  # fmt: skip
+        self.tenant = tenant
+        self.model = model
+        self.id = id
+        self.attempt = attempt
+        self.inbox = inbox
+        self.body: bytes | None = body
+        self.ask = ask
+        self.dispatch = Dispatch(max_tries)
+        self.arrived_ms = arrived_ms
+        self.deadline_at_ms = deadline_at_ms
+        self.priority = priority
+        self.session = session
+        self.no_hold = no_hold
+        self.salt = salt
+        self.decision: Decision | None = None
+        self.transfer = ""
+        self.frames_at_ms = arrived_ms
+        self.ledger_keys: dict[int, LedgerKey] = {}
+
+    @property
+    def key(self) -> FlightKey:
+        """What tells this flight from all others."""
+        return (self.tenant, self.id, self.attempt)
+
+    @property
+    def stream(self) -> StreamId:
+        """The stream of the current try."""
+        return StreamId(self.id, self.attempt, self.dispatch.try_)
+
+    def ledger_key(self, worker: str, incarnation: int) -> LedgerKey:
+        """The ledger's key of this request on a worker."""
+        return (self.tenant, self.id, self.attempt, worker, incarnation)
+
+
+class Flights:
+    """All flights of a router, found by key, by request, by worker and by transfer."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[FlightKey, Flight] = {}
+        self._by_worker: dict[str, dict[FlightKey, Flight]] = {}
+        self._by_transfer: dict[str, Flight] = {}
+        self.body_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(list(self._by_key.values()))
+
+    def add(self, flight: Flight) -> bool:
+        """Take a new flight; False when there is one with its key."""
+        if flight.key in self._by_key:
+            return False
+        self._by_key[flight.key] = flight
+        self.body_bytes += len(flight.body or b"")
+        return True
+
+    def get(self, key: FlightKey) -> Flight | None:
+        """The flight with ``key``."""
+        return self._by_key.get(key)
+
+    def of_request(self, tenant: str, id: str, attempt: int) -> list[Flight]:
+        """The flights of a request; ``attempt`` 0 means all of its attempts."""
+        if attempt:
+            flight = self._by_key.get((tenant, id, attempt))
+            return [] if flight is None else [flight]
+        return [flight for key, flight in list(self._by_key.items()) if key[0] == tenant and key[1] == id]
+
+    def on_worker(self, worker: str) -> list[Flight]:
+        """The flights of which a half is on ``worker``."""
+        return list(self._by_worker.get(worker, {}).values())
+
+    def of_transfer(self, transfer: str) -> Flight | None:
+        """The flight that waits for a KV transfer."""
+        return self._by_transfer.get(transfer)
+
+    def placed(self, flight: Flight) -> None:
+        """A try of ``flight`` went out: index its workers and its transfer."""
+        for half in flight.dispatch.halves:
+            self._by_worker.setdefault(half.worker, {})[flight.key] = flight
+        if flight.transfer:
+            self._by_transfer[flight.transfer] = flight
+
+    def lifted(self, flight: Flight) -> None:
+        """The current try of ``flight`` is over: it is on no worker any more."""
+        for worker in flight.dispatch.tried:
+            there = self._by_worker.get(worker)
+            if there is not None and there.pop(flight.key, None) is not None and not there:
+                del self._by_worker[worker]
+        if flight.transfer:
+            self._by_transfer.pop(flight.transfer, None)
+            flight.transfer = ""
+
+    def drop_body(self, flight: Flight) -> None:
+        """Keep ``flight`` without its body."""
+        if flight.body is not None:
+            self.body_bytes -= len(flight.body)
+            flight.body = None
+
+    def remove(self, flight: Flight) -> None:
+        """Forget ``flight``."""
+        self.lifted(flight)
+        self.drop_body(flight)
+        self._by_key.pop(flight.key, None)
