@@ -102,7 +102,7 @@ class NodeInventory(Struct):
 class WorkerState(Struct, frozen=True, array_like=True):
     """One worker as a collector believes it: state bits 0-23, the beat that said so, and a verdict.
 
-    ``verdict`` is a ``quartet_core.verdict.Verdict``: 0 up, 1 suspect, 2 dead, 3 frozen.
+    ``verdict`` is a ``quartet_core.verdict.Verdict``: 0 up, 1 suspect, 2 frozen, 3 dead.
     """
 
     worker: str
@@ -217,12 +217,16 @@ class Prefill(Struct):
 
 
 class Cancel(Struct):
-    """End a request: one try, or (``try_`` 0) every try of the attempt, or (``attempt`` 0 too) the whole request."""
+    """End a request: one try, or (``try_`` 0) every try of the attempt, or (``attempt`` 0 too) the whole request.
+
+    ``tenant`` is said by routers, to a worker; on ``cancel.<tenant>`` the subject says it, and this field is not read.
+    """
 
     id: str
     attempt: int = 0
     try_: int = 0
     reason: str = "client"
+    tenant: str = ""
 
 
 class Phase(StrEnum):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 from urllib.parse import unquote
 
+from quartet_bus.bus import LogSpec
 from quartet_bus.messages import (
     AffinityUpdate,
     Cancel,
@@ -127,6 +128,16 @@ def request_events() -> Topic[RequestEvent]:
     return Topic(f"{PREFIX}.event.request.*", RequestEvent)
 
 
+def inbox(subject: str) -> Topic[bytes]:
+    """A client's inbox, where frames go."""
+    return Topic(subject, bytes)
+
+
+def cancel_raw() -> Topic[bytes]:
+    """All clients' cancels, undecoded: the tenant is in the subject alone."""
+    return Topic(cancel_all().subject, bytes)
+
+
 # Fleet
 
 
@@ -214,3 +225,13 @@ def prefetch(node: str) -> Topic[PrefetchCommand]:
 def forecast() -> Topic[Forecast]:
     """Expected demand per model and hardware class."""
     return Topic(f"{PREFIX}.forecast", Forecast)
+
+
+def request_ends_log() -> LogSpec:
+    """The kept log of ended requests, both halves of split ones, from which costs are replayed after a restart."""
+    return LogSpec(
+        name="QUARTET_REQUEST_ENDS",
+        subjects=(request_event(Phase.END).subject,),
+        max_age_s=31 * 86400.0,
+        max_bytes=256 * 1024 * 1024,
+    )

@@ -14,6 +14,7 @@ Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NotNegativeFloat = Annotated[float, Meta(ge=0)]
+HexKey = Annotated[str, Meta(pattern="^([0-9a-fA-F]{2}){1,32}$")]
 
 
 class Section(Struct, forbid_unknown_fields=True):
@@ -61,7 +62,7 @@ class FleetSection(Section):
     dead_ms: PositiveFloat = 100.0
     frozen_ms: PositiveFloat = 1000.0
     inventory_interval_ms: PositiveFloat = 2000.0
-    master_keys: tuple[str, ...] = ()
+    master_keys: tuple[HexKey, ...] = ()
 
 
 class ModelSection(Section):
@@ -140,15 +141,24 @@ class PrefetchSection(Section):
 
 
 class GatewaySection(Section):
-    """The HTTP door. Without ``keys`` (SHA-256 of an API key in hex → tenant) every caller is ``anonymous_tenant``."""
+    """The HTTP door. Without ``keys`` (SHA-256 of an API key in hex → tenant) every caller is ``anonymous_tenant``.
+
+    A client with more than ``slow_client_bytes`` unread has ``slow_client_ms`` to catch up. A request's body must be
+    there within ``body_timeout_ms``, and all bodies whose answers have not begun must fit into ``open_bodies_bytes``. A
+    connection without a request is closed after ``idle_timeout_ms``.
+    """
 
     listen: str = "127.0.0.1:8080"
     keys: dict[str, str] = field(default_factory=dict)
     anonymous_tenant: str = "public"
     max_body_bytes: Positive = 7 * 1024 * 1024
+    open_bodies_bytes: Positive = 256 * 1024 * 1024
     max_streams: Positive = 4096
     request_timeout_ms: Positive = 600_000
     slow_client_bytes: Positive = 1024 * 1024
+    slow_client_ms: Positive = 10_000
+    body_timeout_ms: Positive = 30_000
+    idle_timeout_ms: Positive = 75_000
 
 
 class AdminSection(Section):

@@ -1,0 +1,353 @@
+"""The bus over NATS.
+
+nats-py does the protocol, TLS and credentials of one connection. Three things are ours, because the contract asks more:
+
+- **There is one way back.** nats-py's own reconnecting gives up for good on some errors of the broker, so it is off:
+  when a connection ends, a new one is made, for ever, with every subscription made again on it.
+- **Publishing is a plain call** (``nats_link.send``). While the broker is away, messages wait here, in order and
+  within ``outgoing_bytes``, which also bounds what nats-py has not written yet.
+- **Handlers are plain calls**, one at a time for each subscription, and what they raise is counted and logged.
+"""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from quartet_bus import nats_link, nats_log
+from quartet_bus.bus import BusError, Disconnected, Handler, Headers, LogSpec, Message, RequestTimeout
+from quartet_bus.config.schema import NatsSection
+from quartet_bus.lean import hidden
+from quartet_bus.logs import logger
+from quartet_bus.payload import check_size
+from quartet_bus.requests import Requests
+from quartet_bus.subjects import token
+
+with hidden("aiohttp"):
+    import nats.errors
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription as NatsSubscription
+
+_log = logger()
+
+FLUSH_TIMEOUT_S = 10.0
+CLOSE_FLUSH_S = 2.0
+RETRY_S = 0.2
+WATCH_S = 0.1
+SAY_SO_S = 1.0
+PENDING_MESSAGES = 65_536
+PENDING_BYTES = 64 * 1024 * 1024
+"""What one subscription may have received and not handled; beyond it messages are dropped and counted."""
+
+CONTROL_LINE_BYTES = 4096
+"""The broker's own limit for what precedes a payload, so more than any message adds to the buffer besides payload."""
+
+
+class NatsCounts(Struct):
+    """What went wrong on a bus since it was made."""
+
+    handler_errors: int = 0
+    slow_consumer_drops: int = 0
+    reconnects: int = 0
+
+
+class _Outgoing(NamedTuple):
+    subject: str
+    data: bytes
+    headers: Headers | None
+    reply: str
+
+
+class _Subscription:
+    """What was subscribed, across all connections, and how it is called on the present one."""
+
+    __slots__ = ("bus", "client", "handler", "live", "present", "queue", "subject")
+
+    def __init__(self, bus: "NatsBus", subject: str, handler: Handler, queue: str) -> None:
+        self.bus = bus
+        self.subject = subject
+        self.handler = handler
+        self.queue = queue
+        self.live = True
+        self.client: Client | None = None
+        self.present: NatsSubscription | None = None
+
+    async def stop(self) -> None:
+        """Hear no more."""
+        await self.bus.drop(self)
+
+    async def on_message(self, message: Msg) -> None:
+        """What nats-py calls, one message after the other."""
+        if not self.live:
+            return
+        try:
+            self.handler(Message(message.subject, message.data, message.headers, message.reply))
+        except Exception:
+            self.bus.counts.handler_errors += 1
+            _log.exception("handler failed", subject=message.subject)
+
+
+async def connect(section: NatsSection, *, name: str = "") -> "NatsBus":
+    """A connected bus. Waits for a broker that is not there yet, saying so once a second.
+
+    Raises ``Disconnected`` after ``connect_timeout_ms`` (0: never), and ``nats_link.CredentialsRefused`` at once.
+    """
+    bus = NatsBus(section, name=name)
+    try:
+        await bus.open()
+    except BaseException:
+        await bus.close()
+        raise
+    return bus
+
+
+class NatsBus:
+    """One client of a NATS broker; see ``quartet_bus.bus.Bus`` for the contract and ``connect`` to make one."""
+
+    def __init__(self, section: NatsSection, *, name: str = "") -> None:
+        self.counts = NatsCounts()
+        self._section = section
+        self._name = name
+        self._client: Client | None = None
+        self._max_payload_bytes = 1024 * 1024
+        self._subscriptions: list[_Subscription] = []
+        self._waiting: deque[_Outgoing] = deque()
+        self._waiting_bytes = 0
+        self._online = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._flushes: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._last_error: Exception | None = None
+        # A user may subscribe below its own inbox prefix alone, hence its name.
+        self._inbox = f"_INBOX.{token(section.user) if section.user else 'service'}"
+        self._requests = Requests(self, f"{self._inbox}.{secrets.token_hex(12)}")
+
+    async def open(self) -> None:
+        """Make the first connection; see ``connect``."""
+        timeout_ms = self._section.connect_timeout_ms
+        try:
+            async with asyncio.timeout(timeout_ms / 1000 if timeout_ms else None):
+                await self._connect_until_there()
+        except TimeoutError:
+            raise Disconnected(
+                f"no NATS broker at {self._section.url} within {timeout_ms} ms: {self._last_error}"
+            ) from None
+        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="nats connection")
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The broker's limit, as it said when we connected."""
+        return self._max_payload_bytes
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection right now."""
+        return self._client is not None and self._client.is_connected
+
+    def publish(self, subject: str, data: bytes, *, headers: Headers | None = None, reply: str = "") -> None:
+        """Hand one message to the connection, or keep it until there is one again."""
+        if self._closed:
+            raise Disconnected("the bus is closed")
+        check_size(subject, data, headers, self._max_payload_bytes)
+        message = _Outgoing(subject, data, headers, reply)
+        if self._client is None or not self._client.is_connected or self._waiting:
+            size = len(data) + CONTROL_LINE_BYTES
+            if self._waiting_bytes + size > self._section.outgoing_bytes:
+                raise Disconnected(f"the broker is away and {self._waiting_bytes} bytes wait for it already")
+            self._waiting.append(message)
+            self._waiting_bytes += size
+            return
+        pending = self._client.pending_data_size
+        if pending and pending + len(data) + CONTROL_LINE_BYTES > self._section.outgoing_bytes:
+            raise Disconnected(f"the broker does not take our messages: {pending} bytes wait for it")
+        nats_link.send(self._client, *message)
+
+    async def subscribe(self, subject: str, handler: Handler, *, queue: str = "") -> _Subscription:
+        """Call ``handler`` with every message on ``subject``, on this connection and all that follow it."""
+        if self._closed:
+            raise Disconnected("the bus is closed")
+        subscription = _Subscription(self, subject, handler, queue)
+        self._subscriptions.append(subscription)
+        try:
+            if self.connected and self._client is not None:
+                await self._subscribe_on(self._client, subscription)
+            await self.flush()
+        except BaseException:
+            await self.drop(subscription)
+            raise
+        return subscription
+
+    async def drop(self, subscription: _Subscription) -> None:
+        """End ``subscription``; ending it twice does nothing."""
+        if not subscription.live:
+            return
+        subscription.live = False
+        self._subscriptions.remove(subscription)
+        if subscription.present is not None and self.connected:
+            try:
+                await subscription.present.unsubscribe()
+            except nats.errors.Error as error:
+                # The connection just ended, and with it the subscription.
+                _log.debug("unsubscribe came too late", subject=subscription.subject, error=str(error))
+
+    async def request(self, subject: str, data: bytes, *, timeout_s: float, headers: Headers | None = None) -> Message:
+        """Publish and return the first answer."""
+        return await self._requests.ask(subject, data, timeout_s=timeout_s, headers=headers)
+
+    async def flush(self) -> None:
+        """Return when the broker has taken everything published so far."""
+        if self._closed:
+            raise RequestTimeout("flush", 0.0)
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                while True:
+                    await self._online.wait()
+                    client = self._client
+                    if client is not None and await self._flush_on(client, FLUSH_TIMEOUT_S):
+                        return
+                    await asyncio.sleep(WATCH_S)
+        except TimeoutError:
+            raise RequestTimeout("flush", FLUSH_TIMEOUT_S) from None
+
+    async def keep(self, log: LogSpec) -> None:
+        """Have JetStream keep ``log``. Raises ``Unavailable`` when the broker has none."""
+        await nats_log.keep(self._connection(), log)
+
+    async def replay(self, log: LogSpec, subject: str) -> AsyncIterator[Message]:
+        """What ``log`` holds on ``subject`` right now, oldest first. Raises ``Unavailable``."""
+        async for message in nats_log.replay(self._connection(), log, subject):
+            yield message
+
+    async def close(self) -> None:
+        """Send what is queued (if the broker is there), then end everything."""
+        if self._closed:
+            return
+        if self.connected and self._client is not None:
+            await self._flush_on(self._client, CLOSE_FLUSH_S)
+        self._closed = True
+        self._requests.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        for subscription in self._subscriptions:
+            subscription.live = False
+        self._subscriptions.clear()
+        self._waiting.clear()
+        if self._client is not None:
+            await self._client.close()
+        self._end_flushes()
+
+    # The connection
+
+    def _connection(self) -> Client:
+        if self._client is None or not self._client.is_connected:
+            raise Disconnected(f"the broker at {self._section.url} is away")
+        return self._client
+
+    async def _connect_until_there(self) -> None:
+        """Connect, subscribe to everything again, and send what waited, trying until it works."""
+        loop = asyncio.get_running_loop()
+        say_so_at = loop.time() + SAY_SO_S
+        while True:
+            try:
+                client = await nats_link.connect(self._section, self._name, self._inbox, self._on_error)
+                if await self._restore(client):
+                    return
+            except nats_link.ConnectFailed as error:
+                self._last_error = error
+            if loop.time() >= say_so_at:
+                say_so_at = loop.time() + SAY_SO_S
+                _log.warning("waiting for the NATS broker", url=self._section.url, error=str(self._last_error))
+            await asyncio.sleep(RETRY_S)
+
+    async def _restore(self, client: Client) -> bool:
+        """Make ``client`` the present connection; False when it ended before it was."""
+        while missing := [known for known in self._subscriptions if known.client is not client]:
+            for subscription in missing:
+                await self._subscribe_on(client, subscription)
+        if not client.is_connected:
+            return False
+        # From here on nothing is awaited, so that no new message overtakes one that waited.
+        self._client = client
+        self._max_payload_bytes = client.max_payload
+        while self._waiting:
+            message = self._waiting.popleft()
+            self._waiting_bytes -= len(message.data) + CONTROL_LINE_BYTES
+            nats_link.send(client, *message)
+        self._online.set()
+        return True
+
+    async def _watch(self) -> None:
+        """Get a new connection whenever the present one has ended.
+
+        The state of nats-py's client is looked at, not its callbacks waited for: these are left out when the
+        connection breaks with messages still unsent.
+        """
+        while True:
+            await asyncio.sleep(WATCH_S)
+            client = self._client
+            if client is not None:
+                if client.is_connected:
+                    continue
+                self._client = None
+                self._online.clear()
+                self._end_flushes()
+                _log.warning("lost the NATS broker", url=self._section.url, error=str(client.last_error or ""))
+                await client.close()
+            try:
+                await self._connect_until_there()
+            except nats_link.CredentialsRefused as error:
+                # Credentials that were good before may be good again once the operator is done changing them.
+                _log.error("cannot return to the NATS broker", error=str(error))
+                await asyncio.sleep(SAY_SO_S)
+                continue
+            self.counts.reconnects += 1
+            _log.info("back at the NATS broker", url=self._section.url)
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = error
+        if isinstance(error, nats.errors.SlowConsumerError):
+            self.counts.slow_consumer_drops += 1
+            if self.counts.slow_consumer_drops.bit_count() == 1:  # at 1, 2, 4, 8 …: a flood is not logged a line each
+                _log.warning(
+                    "dropped messages that are not handled quickly enough",
+                    subject=error.subject,
+                    dropped=self.counts.slow_consumer_drops,
+                )
+        elif "permissions violation" in str(error):
+            _log.error("the NATS broker refuses this", error=str(error))
+
+    async def _subscribe_on(self, client: Client, subscription: _Subscription) -> None:
+        subscription.client = client
+        try:
+            subscription.present = await client.subscribe(
+                subscription.subject,
+                queue=subscription.queue,
+                cb=subscription.on_message,
+                pending_msgs_limit=PENDING_MESSAGES,
+                pending_bytes_limit=PENDING_BYTES,
+            )
+        except nats.errors.ConnectionClosedError as error:
+            # The next connection subscribes again.
+            _log.debug("connection ended while subscribing", subject=subscription.subject, error=str(error))
+        except nats.errors.BadSubjectError as error:
+            raise BusError(f"{subscription.subject!r} is no subject to subscribe to") from error
+
+    async def _flush_on(self, client: Client, timeout_s: float) -> bool:
+        """Whether the broker answered a ping on this very connection.
+
+        nats-py must not see its flush cancelled or timed out: a pong that arrives for it later ends its reading task.
+        """
+        task = asyncio.get_running_loop().create_task(nats_link.ping(client), name="nats flush")
+        self._flushes.add(task)
+        task.add_done_callback(self._flushes.discard)
+        done, _ = await asyncio.wait([task], timeout=timeout_s)
+        return bool(done) and not task.cancelled() and task.exception() is None
+
+    def _end_flushes(self) -> None:
+        for task in self._flushes:
+            task.cancel()

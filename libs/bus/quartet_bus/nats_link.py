@@ -1,0 +1,91 @@
+"""One connection to a NATS broker: nats-py's client, made and used in the only way that keeps our promises."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from quartet_bus.bus import BusError, Headers
+from quartet_bus.config.schema import NatsSection
+from quartet_bus.lean import hidden
+
+with hidden("aiohttp"):
+    import nats.errors
+    from nats.aio.client import Client
+
+CONNECT_TIMEOUT_S = 2
+PING_INTERVAL_S = 5
+MAX_PINGS = 2
+"""A connection that swallows everything is found after three intervals."""
+
+
+class ConnectFailed(BusError):
+    """There is no connection yet; trying again may help."""
+
+
+class CredentialsRefused(BusError):
+    """The broker does not know us; trying again is no use."""
+
+
+async def connect(
+    section: NatsSection, name: str, inbox: str, on_error: Callable[[Exception], Awaitable[None]]
+) -> Client:
+    """One try at one connection. Raises ``ConnectFailed`` or ``CredentialsRefused``."""
+    client = Client()
+    failures: list[Exception] = []
+
+    async def remember(error: Exception) -> None:
+        failures[:] = [error]
+        await on_error(error)
+
+    try:
+        await client.connect(
+            section.url,
+            name=name,
+            user=section.user or None,
+            password=section.password or None,
+            user_credentials=section.credentials_file or None,
+            inbox_prefix=inbox,
+            allow_reconnect=False,
+            max_reconnect_attempts=1,  # 0 would try for ever in there
+            reconnect_time_wait=0,
+            connect_timeout=CONNECT_TIMEOUT_S,
+            ping_interval=PING_INTERVAL_S,
+            max_outstanding_pings=MAX_PINGS,
+            # Never reached: the bus keeps a lower bound itself, because nats-py would suspend at this one.
+            pending_size=2 * section.outgoing_bytes + (1 << 30),
+            error_cb=remember,
+        )
+    except nats.errors.NoServersError as error:
+        raise ConnectFailed(str(failures[0] if failures else error)) from error
+    except (OSError, TimeoutError, nats.errors.Error) as error:
+        if "authorization" in str(error).lower():
+            raise CredentialsRefused(f"the NATS broker at {section.url} refuses our credentials") from error
+        raise ConnectFailed(str(error) or type(error).__name__) from error
+    except asyncio.CancelledError:
+        await client.close()
+        raise
+    return client
+
+
+def send(client: Client, subject: str, data: bytes, headers: Headers | None, reply: str) -> None:
+    """Publish, as a plain call.
+
+    nats-py's ``publish`` is a coroutine, but one that suspends only when its buffer is full or a thousand flushes wait.
+    The caller has looked at the buffer (``pending_data_size``), so the coroutine's first step is all of it. A task of
+    nats-py then writes whatever was published in this iteration of the loop with one system call.
+
+    Raises ``BusError`` for what is no subject.
+    """
+    step = client.publish(subject, data, reply=reply, headers=dict(headers) if headers else None)
+    try:
+        step.send(None)
+    except StopIteration:
+        return
+    except (nats.errors.BadSubjectError, nats.errors.BadHeaderError) as error:
+        raise BusError(f"cannot publish to {subject!r} with reply {reply!r}: {error}") from error
+    # It is in the buffer by now. Only waking the flusher had to wait, and then the flusher is awake already.
+    step.close()
+
+
+async def ping(client: Client) -> None:
+    """Return when the broker has seen everything sent before. Never cancel this on a living connection."""
+    await client.flush(timeout=24 * 3600)
