@@ -1,0 +1,191 @@
+"""The KV pool of one engine: its blocks, what is leased to incoming transfers, and what is pinned for outgoing ones.
+
+An incoming transfer: ``reserve`` → ``write`` each block → ``commit`` → a decode job adopts the blocks. An outgoing one:
+a prefill job pins its prompt's blocks, ``export`` reads them. ``release`` frees either side, at any time, once or more
+often. Every call of a writer carries the epoch of its lease: after a new reservation or a release, the late writer
+with an old one is fenced. Leases expire by the agent's clock, not by this one: it calls ``release``.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from quartet_sim import content
+from quartet_sim.blocks import BlockCache
+
+
+class Fenced(Exception):
+    """A call about a transfer that is not, or no longer, what the caller believes; ``reason`` says how."""
+
+    def __init__(self, transfer: str, epoch: int, reason: str) -> None:
+        super().__init__(f"transfer {transfer}, epoch {epoch}: {reason}")
+        self.transfer = transfer
+        self.epoch = epoch
+        self.reason = reason
+
+
+class Lease(Struct):
+    """Blocks promised to an incoming transfer of ``tokens`` tokens. ``digests`` are of the bytes written, or None."""
+
+    transfer: str
+    epoch: int
+    tokens: int
+    blocks: list[int]
+    digests: list[int | None]
+    committed: bool = False
+
+
+class Pin(Struct):
+    """Blocks that hold a computed prompt of ``tokens`` tokens, kept for an outgoing transfer."""
+
+    transfer: str
+    tokens: int
+    blocks: list[int]
+
+
+class Adopted(Struct):
+    """A lease's blocks, now a job's. Its KV is as it should be only when ``verified`` is the number of blocks."""
+
+    blocks: list[int]
+    verified: int
+
+
+class KvPool:
+    """Blocks of ``block_tokens`` tokens, leases and pins. ``blocks`` is where sequences take theirs."""
+
+    __slots__ = ("_leases", "_pins", "block_tokens", "blocks")
+
+    def __init__(self, total_blocks: int, block_tokens: int) -> None:
+        self.blocks = BlockCache(total_blocks)
+        self.block_tokens = block_tokens
+        self._leases: dict[str, Lease] = {}
+        self._pins: dict[str, Pin] = {}
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks ``tokens`` tokens take."""
+        return -(-tokens // self.block_tokens)
+
+    def lease(self, transfer: str) -> Lease | None:
+        """The incoming transfer's lease, to look at."""
+        return self._leases.get(transfer)
+
+    def pinned(self, transfer: str) -> Pin | None:
+        """The outgoing transfer's pin, to look at."""
+        return self._pins.get(transfer)
+
+    def leases(self) -> list[Lease]:
+        """All leases not yet adopted or released, oldest first."""
+        return list(self._leases.values())
+
+    def pins(self) -> list[Pin]:
+        """All pins not yet released, oldest first."""
+        return list(self._pins.values())
+
+    def reserve(self, transfer: str, tokens: int, epoch: int) -> bool:
+        """Lease blocks for ``tokens`` tokens; False when there is no room without taking blocks from somebody.
+
+        Asking again with the same epoch and size changes nothing; a higher epoch frees the old lease first, whatever
+        became of it. Raises ``Fenced`` for a lower epoch, or for another size under the same one.
+        """
+        if tokens < 1:
+            raise ValueError("a lease is for at least one token")
+        held = self._leases.get(transfer)
+        if held is not None:
+            if epoch < held.epoch or (epoch == held.epoch and tokens != held.tokens):
+                raise Fenced(transfer, epoch, f"leased with epoch {held.epoch} for {held.tokens} tokens")
+            if epoch == held.epoch:
+                return True
+            del self._leases[transfer]
+            self.blocks.release(held.blocks)
+        blocks = self.blocks.allocate(self.blocks_for(tokens))
+        if blocks is None:
+            return False
+        self._leases[transfer] = Lease(transfer, epoch, tokens, blocks, [None] * len(blocks))
+        return True
+
+    def write(self, transfer: str, epoch: int, block_index: int, payload: bytes) -> None:
+        """Take the bytes of one block of the transfer; writing one twice replaces it.
+
+        Raises ``Fenced`` for another epoch, a lease that is gone or committed, or a block that is outside of it or of
+        another size: ranges come from the lease alone.
+        """
+        lease = self._held(transfer, epoch)
+        if lease.committed:
+            raise Fenced(transfer, epoch, "already committed")
+        if not 0 <= block_index < len(lease.blocks):
+            raise Fenced(transfer, epoch, f"block {block_index} is outside of a lease of {len(lease.blocks)}")
+        size = self._tokens_in(lease.tokens, block_index) * content.WIRE_BYTES_PER_TOKEN
+        if len(payload) != size:
+            raise Fenced(transfer, epoch, f"block {block_index} has {size} bytes, not {len(payload)}")
+        lease.digests[block_index] = content.digest(payload)
+
+    def commit(self, transfer: str, epoch: int) -> None:
+        """Make the blocks readable for a decode job; no more writes. Raises ``Fenced`` as ``write`` does.
+
+        A block that was never written is found out when a job adopts the lease, not here. Twice is once.
+        """
+        self._held(transfer, epoch).committed = True
+
+    def release(self, transfer: str) -> bool:
+        """Free what the transfer leases or pins here; False when that is nothing (any more)."""
+        lease = self._leases.pop(transfer, None)
+        if lease is not None:
+            self.blocks.release(lease.blocks)
+        pin = self._pins.pop(transfer, None)
+        if pin is not None:
+            self.blocks.release(pin.blocks)
+        return lease is not None or pin is not None
+
+    def pin(self, transfer: str, tokens: int, blocks: list[int]) -> None:
+        """Keep ``blocks``, whose references pass from the caller to the pin. A pin of the same name is freed first."""
+        old = self._pins.pop(transfer, None)
+        if old is not None:
+            self.blocks.release(old.blocks)
+        self._pins[transfer] = Pin(transfer, tokens, blocks)
+
+    def export(self, transfer: str) -> Iterator[bytes]:
+        """The wire bytes of a pinned prompt, block after block, from what was really computed in each.
+
+        Raises ``Fenced`` when nothing is pinned under this name, also in mid-way when the pin goes.
+        """
+        pin = self._pins.get(transfer)
+        if pin is None:
+            raise Fenced(transfer, 0, "nothing is pinned")
+        return self._export(pin)
+
+    def _export(self, pin: Pin) -> Iterator[bytes]:
+        for index, block in enumerate(pin.blocks):
+            if self._pins.get(pin.transfer) is not pin:
+                raise Fenced(pin.transfer, 0, "released while it was read")
+            yield content.payload(self.blocks.content(block), self._tokens_in(pin.tokens, index))
+
+    def adopt(self, transfer: str, tokens: int, contents: Sequence[int]) -> Adopted:
+        """End the lease and hand its blocks over, each compared with the content it should have.
+
+        Raises ``Fenced`` (and leaves the lease) when it is missing, not committed, or of another size.
+        """
+        lease = self._leases.get(transfer)
+        if lease is None:
+            raise Fenced(transfer, 0, "no lease")
+        if not lease.committed:
+            raise Fenced(transfer, lease.epoch, "not committed")
+        if lease.tokens != tokens or len(contents) != len(lease.blocks):
+            raise Fenced(transfer, lease.epoch, f"leased for {lease.tokens} tokens, not {tokens}")
+        del self._leases[transfer]
+        verified = 0
+        for index, written in enumerate(lease.digests):
+            if written is not None:
+                expected = content.payload(contents[index], self._tokens_in(tokens, index))
+                verified += written == content.digest(expected)
+        return Adopted(lease.blocks, verified)
+
+    def _held(self, transfer: str, epoch: int) -> Lease:
+        lease = self._leases.get(transfer)
+        if lease is None:
+            raise Fenced(transfer, epoch, "no lease")
+        if lease.epoch != epoch:
+            raise Fenced(transfer, epoch, f"the lease has epoch {lease.epoch}")
+        return lease
+
+    def _tokens_in(self, tokens: int, block_index: int) -> int:
+        return min(self.block_tokens, tokens - block_index * self.block_tokens)
