@@ -1,0 +1,34 @@
+"""``quartet-agent``: the agent as a process, with beats from a child process and KV over TCP."""
+
+import platform
+import secrets
+from random import Random
+
+from quartet_agent.beats.process import ChildBeats
+from quartet_agent.kv.tcp import TcpMover
+from quartet_agent.service import AgentService
+from quartet_bus.bus import Bus
+from quartet_bus.config.schema import Config
+from quartet_bus.process import run
+
+
+def make(bus: Bus, config: Config, instance: str, random: Random) -> AgentService:
+    """The agent of the node that ``[agent] node`` names, or else of this host; ``instance`` names no node."""
+    return AgentService(
+        bus,
+        config,
+        instance=config.agent.node or platform.node(),
+        random=random,
+        beats=ChildBeats(config.fleet),
+        mover=TcpMover(config.kv.listen),
+        token_bytes=secrets.token_bytes,
+    )
+
+
+def main() -> None:
+    """Run until a signal comes."""
+    run(make)
+
+
+if __name__ == "__main__":
+    main()

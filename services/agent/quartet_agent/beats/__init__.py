@@ -1,0 +1,1 @@
+"""Heartbeats: what this node says about its workers, from the state words to the datagrams."""

@@ -1,0 +1,187 @@
+"""What the agent asks of an engine: one adapter per worker, whatever runs behind it.
+
+The agent submits work, and hears of it in batches of events, all in its own loop; adapters that talk to a server do so
+in tasks of their own. An adapter never speaks to the bus, and never decides about a request: it has no deadline, no
+retry and no queue policy but the engine's.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from quartet_bus.messages import Role
+from quartet_core.openai import Inference, Refused
+
+
+class Work(Struct, frozen=True):
+    """One job for an engine. ``job`` is unique while it runs; ``answer_id`` is what the client sees as the answer's id.
+
+    ``role`` BOTH is a whole request. PREFILL computes the prompt's KV and keeps it under ``transfer``; DECODE reads it
+    from the committed lease ``transfer``. ``default_max_tokens`` holds where the body sets no limit. ``salt`` isolates
+    the job's prefixes from those of other salts.
+    """
+
+    job: str
+    answer_id: str
+    model: str
+    body: bytes
+    inference: Inference
+    role: Role
+    default_max_tokens: int
+    salt: bytes = b""
+    transfer: str = ""
+
+
+class Usage(Struct, frozen=True):
+    """What a job came to. ``verified_blocks`` are the received KV blocks that were found to be the prompt's own.
+
+    ``busy_ms`` is the job's share of the engine's busy time.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    verified_blocks: int = 0
+    busy_ms: float = 0.0
+
+
+class FirstToken(Struct, frozen=True):
+    """The job's first token was computed; ``queue_ms`` is how long it waited before the engine took it up."""
+
+    job: str
+    cached_tokens: int = 0
+    queue_ms: float = 0.0
+
+
+class Output(Struct, frozen=True):
+    """The next JSON object for the client, as the engine wrote it."""
+
+    job: str
+    data: bytes
+
+
+class Prefilled(Struct, frozen=True):
+    """The KV of a PREFILL job is complete and kept under its transfer, until that is released."""
+
+    job: str
+    usage: Usage
+    queue_ms: float = 0.0
+
+
+class Finished(Struct, frozen=True):
+    """The job is done; nothing more comes for it."""
+
+    job: str
+    usage: Usage
+
+
+class Failed(Struct, frozen=True):
+    """The job ended without being done; nothing more comes for it. ``reason`` is short and machine-readable."""
+
+    job: str
+    reason: str
+    error: Refused
+    usage: Usage = Usage()
+
+
+EngineEvent = FirstToken | Output | Prefilled | Finished | Failed
+Listener = Callable[[Sequence[EngineEvent]], None]
+
+
+class EngineLoad(Struct, frozen=True):
+    """What goes into the worker's state word. ``queued_prefill_ms`` is predicted time; ``running`` sequences decode.
+
+    ``drift`` is observed over predicted time. ``steps`` counts engine steps, and moves whenever the engine does.
+    """
+
+    free_kv_fraction: float
+    queued_prefill_ms: float
+    running: int
+    waiting: int
+    steps: int
+    busy_ms: float = 0.0
+    drift: float = 1.0
+    throttled: bool = False
+    congested: bool = False
+    pressed: bool = False
+    fault: bool = False
+
+
+class BlocksFenced(Exception):
+    """KV under ``transfer`` is not, or no longer, what the caller believes; ``reason`` says how."""
+
+    def __init__(self, transfer: str, reason: str) -> None:
+        super().__init__(f"transfer {transfer}: {reason}")
+        self.transfer = transfer
+        self.reason = reason
+
+
+class KvPool(Protocol):
+    """An engine's KV memory, as transfers need it: blocks of ``block_tokens``; a prompt's last is often shorter."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        ...
+
+    def reserve(self, transfer: str, tokens: int, epoch: int) -> bool:
+        """Called for RESERVE: keep room for ``tokens``; False when there is none."""
+        ...
+
+    def write(self, transfer: str, epoch: int, first_block: int, blocks: Sequence[bytes | memoryview]) -> None:
+        """Called for each chunk received. Raises ``BlocksFenced`` for another epoch, place or size than reserved."""
+        ...
+
+    def commit(self, transfer: str, epoch: int) -> None:
+        """Called for COMMIT, once all blocks are there: a DECODE job may read them now. Raises ``BlocksFenced``."""
+        ...
+
+    def export(self, transfer: str) -> Iterator[bytes]:
+        """Called for MOVE: the blocks of a finished PREFILL job, in order. Raises ``BlocksFenced``, also in mid-way."""
+        ...
+
+    def release(self, transfer: str) -> None:
+        """Called at RELEASE, expiry or cancel: free what is kept under ``transfer``; nothing there is nothing done."""
+        ...
+
+
+class EngineAdapter(ABC):
+    """One engine replica. All methods are called from the agent's loop, after ``start`` and before ``stop``."""
+
+    @abstractmethod
+    async def start(self, listener: Listener) -> None:
+        """Called once; ``listener`` gets every batch of events from now on. Raises ``OSError`` when it cannot run."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Called once, when every job has ended or been cancelled: no event comes afterwards."""
+
+    @abstractmethod
+    def submit(self, work: Work) -> None:
+        """Called for each accepted request, once its prompt was read (and, for DECODE, its lease committed).
+
+        Raises ``Refused`` when this engine will never do it; then no event comes for the job.
+        """
+
+    @abstractmethod
+    def cancel(self, job: str) -> float:
+        """Called when nobody wants the job any more: no event comes for it afterwards.
+
+        Returns its share of the engine's busy time so far, in ms; 0 when it had ended. Blocks that a DECODE job had
+        taken over are freed; what a finished PREFILL job keeps is freed by releasing its transfer.
+        """
+
+    @abstractmethod
+    def load(self) -> EngineLoad:
+        """Called after every batch of events and some 20 times a second: cheap, and never stale."""
+
+    @abstractmethod
+    def drain_rungs(self) -> tuple[list[int], list[int]]:
+        """Called every 20 ms: ladder rungs that became cached, and that were evicted, since the last call."""
+
+    @property
+    @abstractmethod
+    def kv(self) -> KvPool | None:
+        """The KV memory for transfers, or None when this engine takes part in none."""

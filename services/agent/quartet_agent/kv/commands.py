@@ -1,0 +1,82 @@
+"""What a coordinator asks of this node's KV, and the answers."""
+
+from collections.abc import Mapping
+
+from quartet_agent.kv.arrivals import Arrivals
+from quartet_agent.kv.departures import Departures
+from quartet_agent.kv.terms import Terms
+from quartet_agent.kv.wire import SECRET_BYTES
+from quartet_agent.worker import HostedWorker
+from quartet_bus.messages import KvCommand, KvReply, KvVerb
+
+
+class KvCommands:
+    """Answers ``kv.cmd.<node>``."""
+
+    def __init__(
+        self,
+        workers: Mapping[str, HostedWorker],
+        arrivals: Arrivals,
+        departures: Departures,
+    ) -> None:
+        self._workers = workers
+        self._arrivals = arrivals
+        self._departures = departures
+        self._terms = Terms()
+
+    def answer(self, command: KvCommand) -> KvReply:
+        """Do what ``command`` says and answer; a coordinator that was replaced is told ``old_term``."""
+        transfer = command.transfer
+        if not self._terms.admit(command.term, command.coordinator):
+            return KvReply(False, transfer, "old_term")
+        match command.verb:
+            case KvVerb.RESERVE:
+                return self._reserve(command)
+            case KvVerb.MOVE:
+                return self._move(command)
+            case KvVerb.COMMIT:
+                return self._arrivals.commit(command)
+            case KvVerb.RENEW:
+                return self._renew(command)
+            case KvVerb.RELEASE:
+                return self._release(command)
+            case KvVerb.LEASES:
+                leases = (*self._arrivals.leases(), *self._departures.leases())
+                return KvReply(True, transfer, leases=leases)
+            case KvVerb.PAGE:
+                return KvReply(False, transfer, "not_capable")
+
+    def _reserve(self, command: KvCommand) -> KvReply:
+        worker = self._workers.get(command.worker)
+        if worker is None or worker.incarnation != command.incarnation:
+            return KvReply(False, command.transfer, "fenced")
+        if worker.adapter.kv is None:
+            return KvReply(False, command.transfer, "not_capable")
+        return self._arrivals.reserve(command, worker.id, worker.incarnation, worker.adapter.kv, SECRET_BYTES)
+
+    def _move(self, command: KvCommand) -> KvReply:
+        worker = self._workers.get(command.worker)
+        if worker is None or worker.incarnation != command.incarnation:
+            return KvReply(False, command.transfer, "fenced")
+        if worker.adapter.kv is None:
+            return KvReply(False, command.transfer, "not_capable")
+        reason = self._departures.move(command, worker.id, worker.incarnation)
+        return KvReply(not reason, command.transfer, reason, command.epoch)
+
+    def _renew(self, command: KvCommand) -> KvReply:
+        # One agent may hold both sides, when a transfer stays within the node: the command's worker tells which.
+        arrivals, departures = self._arrivals, self._departures
+        if arrivals.holds(command.worker, command.transfer):
+            known = arrivals.renew(command)
+        elif departures.holds(command.worker, command.transfer):
+            known = departures.renew(command)
+        else:
+            known = False
+        return KvReply(known, command.transfer, "" if known else "lease_lost", command.epoch)
+
+    def _release(self, command: KvCommand) -> KvReply:
+        if self._arrivals.holds(command.worker, command.transfer):
+            self._arrivals.release(command.transfer, command.epoch)
+        if self._departures.holds(command.worker, command.transfer):
+            self._departures.release(command.transfer)
+        return KvReply(True, command.transfer, "", command.epoch)

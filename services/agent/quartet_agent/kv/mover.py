@@ -1,0 +1,100 @@
+"""What a mover is: the contract of everything that carries KV blocks from one agent to another.
+
+A transfer is received under a lease that the receiving agent gave out (``quartet_agent.kv.leases``). The lease's
+secret opens it once; which blocks may be written comes from the lease alone, never from the sender.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from typing import Protocol
+
+
+class MoveReason(StrEnum):
+    """Why a transfer did not arrive; also the label of its counter."""
+
+    LEASE = "lease"
+    """No such lease, or not its secret. The two are not told apart: that would help whoever is guessing."""
+    FENCED = "fenced"
+    """The lease ended, or its blocks were given to a later epoch."""
+    BUSY = "busy"
+    """The receiver takes no more transfers at the moment."""
+    CHECKSUM = "checksum"
+    """A chunk is not what its sender summed up."""
+    RANGE = "range"
+    """A chunk lies outside the lease, is out of order, or is larger than any chunk may be."""
+    INCOMPLETE = "incomplete"
+    """The sender said that it was done before all blocks of the lease were there."""
+    PROTOCOL = "protocol"
+    """The other side does not speak this protocol."""
+    CONNECTION = "connection"
+    """The connection could not be made, or broke."""
+    TIMEOUT = "timeout"
+    """The other side was silent for too long."""
+
+
+class MoveError(Exception):
+    """A transfer did not arrive. ``reason`` says why, ``detail`` is for people."""
+
+    def __init__(self, reason: MoveReason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason = reason
+        self.detail = detail
+
+
+class Intake(Protocol):
+    """One transfer that is being received: the open side of a lease."""
+
+    def take(self, first_block: int, blocks: Sequence[bytes | memoryview]) -> None:
+        """Called for each chunk, in order, once its checksum was found right. Raises ``MoveError``."""
+        ...
+
+    def complete(self) -> None:
+        """Called when the sender says that this was all. Raises ``MoveError`` (incomplete, fenced)."""
+        ...
+
+
+class Sink(Protocol):
+    """Who decides what may be written here."""
+
+    def open(self, transfer: str, epoch: int, secret: bytes) -> Intake:
+        """Called before the first byte of a transfer is accepted. Raises ``MoveError`` (lease, fenced)."""
+        ...
+
+
+class Mover(Protocol):
+    """Carries blocks. One per agent; several sends may run at once."""
+
+    async def serve(self, sink: Sink) -> str:
+        """Called once at start: take transfers for ``sink``; return the address that peers send to."""
+        ...
+
+    async def send(
+        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[bytes], chunk_bytes: int
+    ) -> int:
+        """Send ``blocks`` in order, and return the bytes that crossed, once the receiver has confirmed all of them.
+
+        Raises ``MoveError``. Cancelling the call ends the transfer; the receiver notices, and keeps its lease.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Take no more transfers and break those under way. Closing twice does nothing."""
+        ...
+
+
+def chunks(blocks: Iterable[bytes], chunk_bytes: int) -> Iterator[tuple[int, list[bytes]]]:
+    """(index of the first block, blocks) of each chunk: equal blocks, ``chunk_bytes`` together at most.
+
+    A single block larger than that is a chunk of its own. A block of another size (a prompt's last) begins a chunk.
+    """
+    first = 0
+    gathered: list[bytes] = []
+    size = 0
+    for index, block in enumerate(blocks):
+        if gathered and (size + len(block) > chunk_bytes or len(block) != len(gathered[0])):
+            yield first, gathered
+            first, gathered, size = index, [], 0
+        gathered.append(block)
+        size += len(block)
+    if gathered:
+        yield first, gathered

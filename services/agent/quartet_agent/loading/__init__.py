@@ -1,0 +1,1 @@
+"""Weights: which models are in this node's memory, and getting others there before they are needed."""

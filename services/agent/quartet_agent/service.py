@@ -1,0 +1,312 @@
+"""The agent: one per host, for all its engines."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+import msgspec
+
+from quartet_agent.affinity import AffinityAuthor
+from quartet_agent.beats.port import BeatPort
+from quartet_agent.beats.words import WordBoard
+from quartet_agent.controls import Controls, NodeStatus, WorkerStatus
+from quartet_agent.engines.hosted import host_workers
+from quartet_agent.events import EventAuthor
+from quartet_agent.inventory import InventoryAuthor
+from quartet_agent.kv.arrivals import Arrivals
+from quartet_agent.kv.commands import KvCommands
+from quartet_agent.kv.departures import Departures
+from quartet_agent.kv.mover import Mover
+from quartet_agent.loading.resident import ResidentSet
+from quartet_agent.runs import Run, RunPorts
+from quartet_agent.streams import Streams
+from quartet_agent.worker import HostedWorker
+from quartet_bus import catalogue, subjects
+from quartet_bus.author import StreamAuthor
+from quartet_bus.bus import Bus, Message, RequestTimeout
+from quartet_bus.config.schema import Config
+from quartet_bus.loop import VirtualLoop
+from quartet_bus.messages import (
+    AffinityUpdate,
+    Cancel,
+    NodeInventory,
+    Phase,
+    Prefill,
+    RequestEvent,
+    StreamId,
+    TransferReport,
+)
+from quartet_bus.messages import Run as RunDispatch
+from quartet_bus.service import UNREADABLE, Service
+from quartet_core.openai import Refused
+
+_TICK_S = 0.05
+_AFFINITY_INTERVAL_S = 0.02
+_STOP_SHARE = 0.8
+"""Part of the stop timeout in which streams may finish; the rest is for saying goodbye."""
+
+_decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
+
+
+class AgentService(Service):
+    """Hears dispatches, cancels, KV and prefetch commands; says frames, request events, inventory, affinity and beats.
+
+    Owns this node's workers. ``instance`` is the node's name. ``beats`` sends the state words, ``mover`` the KV;
+    ``token_bytes`` makes lease secrets, from ``random`` when it is not given.
+    """
+
+    name = "agent"
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: Config,
+        *,
+        instance: str,
+        random: Random,
+        beats: BeatPort,
+        mover: Mover,
+        token_bytes: Callable[[int], bytes] | None = None,
+    ) -> None:
+        super().__init__(bus, config, instance=instance, random=random)
+        self.incarnation = random.randrange(1, 1 << 32)
+        self.workers: dict[str, HostedWorker] = {}
+        self._catalogue = catalogue.load(config)
+        self._beats = beats
+        self._mover = mover
+        self._token_bytes = token_bytes or random.randbytes
+        self._started = False
+        self._idle = asyncio.Event()
+        self._phases = self.metrics.counter("request_events", "Request events said.", ("phase", "outcome"))
+        self._tokens = self.metrics.counter("tokens", "Tokens of ended streams.", ("kind",))
+        self._moved = self.metrics.counter("kv_moved_bytes", "KV sent: charged to the link, on the wire.", ("kind",))
+        self._unreadable_cancels = self.metrics.counter("unreadable_cancels", "Cancels that could not be read.")
+
+    async def start(self) -> None:
+        """Start the engines, then hear, then beat: whoever sees this node accept can reach it.
+
+        Raises ``ConfigError`` for engines or fabrics that cannot be, ``OSError`` when the mover cannot listen.
+        """
+        await super().start()
+        self._assemble()
+        self.arrivals.address = self.inventory.kv_address = await self._mover.serve(self.arrivals)
+        for worker in self.workers.values():
+            await worker.adapter.start(partial(self.streams.on_engine, worker))
+        await self._hear_all()
+        self._beats.start(self.instance, self.incarnation)
+        self.board.accepting = True
+        self._refresh_words()
+        self.inventory.announce()
+        for affinity in self._affinity.values():
+            affinity.say_all()
+        self.every(_TICK_S, self._tick)
+        self.every(_AFFINITY_INTERVAL_S, self._tick_affinity)
+        self.every(self.config.fleet.inventory_interval_ms / 1e3, self.inventory.announce)
+        self._started = True
+
+    async def stop(self) -> None:
+        """Take nothing new, let streams finish for a while, end the rest with an error, and be silent."""
+        try:
+            if self._started:
+                self._started = False
+                await self._let_finish()
+                self._end_streams()
+                await self._flush()
+        finally:
+            self._beats.stop()
+            await super().stop()
+            await self._mover.close()
+            for worker in self.workers.values():
+                await worker.adapter.stop()
+
+    def not_ready(self) -> str | None:
+        """As ``Service.not_ready``."""
+        return None if self._started else "the engines are not up"
+
+    # What it owns
+
+    def _assemble(self) -> None:
+        config, loop = self.config, self.loop
+        wall_s = loop.time if isinstance(loop, VirtualLoop) else time.time
+        hosted = host_workers(config, self._catalogue, self.instance, self.random, loop, self._now_ms, wall_s)
+        self.workers = {worker.id: worker for worker in hosted}
+        self.board = WordBoard(self._beats, hosted)
+        events = EventAuthor(self.board, self.incarnation, self._say_event)
+        self.streams = Streams(
+            self.workers, self.board, events, self._now_ms, self._idle.set, max_running=config.agent.max_running
+        )
+        self.arrivals = Arrivals(loop, self._token_bytes, self.streams.kv_committed, self.streams.kv_lost)
+        self.departures = Departures(
+            loop,
+            self._now_ms,
+            self._mover,
+            self._say_progress,
+            self.spawn,
+            lease_ms=config.kv.lease_ms,
+            chunk_bytes=config.kv.chunk_bytes,
+        )
+        self._ports = RunPorts(
+            loop=loop,
+            now_ms=self._now_ms,
+            events=events,
+            author=self._author,
+            arrivals=self.arrivals,
+            departures=self.departures,
+            models=config.models,
+            lease_ms=config.kv.lease_ms,
+            started=self.streams.started,
+            ended=self.streams.end,
+            broken=self._broken,
+        )
+        self.inventory = InventoryAuthor(
+            config, self._catalogue, self.instance, self.incarnation, hosted, self._say_inventory
+        )
+        self.resident = ResidentSet(loop, (worker.facts.model for worker in hosted), self._resident_changed)
+        self.inventory.resident = self.resident.models
+        rows, hashes = config.router.affinity_rows, config.router.affinity_hashes
+        self._affinity = {worker.id: AffinityAuthor(worker, rows, hashes, self._say_affinity) for worker in hosted}
+        self._watch()
+
+    # What it hears
+
+    async def _hear_all(self) -> None:
+        for worker in self.workers.values():
+            await self.hear(subjects.worker_run(worker.id), self._on_dispatch)
+            await self.hear(subjects.worker_prefill(worker.id), self._on_dispatch)
+            await self.hear(subjects.worker_cancel(worker.id), partial(self.streams.cancel_on, worker))
+        await self.hear_raw(subjects.cancel_raw(), self._on_cancel)
+        commands = KvCommands(self.workers, self.arrivals, self.departures)
+        await self.answer(subjects.kv_command(self.instance), commands.answer)
+        await self.hear(subjects.prefetch(self.instance), self.resident.command)
+        controls = Controls(self.workers, self.board, self.inventory, self._affinity, self._status)
+        await self.controls(controls.handlers())
+
+    def _on_dispatch(self, dispatch: RunDispatch | Prefill) -> None:
+        self.streams.take(self._ports, dispatch)
+
+    def _on_cancel(self, message: Message) -> None:
+        try:
+            cancel = _decode_cancel(message.data)
+        except UNREADABLE:
+            self._unreadable_cancels.inc()
+            return
+        cancel.tenant = subjects.text_of(message.subject, 1)  # whatever the body says: the subject is authorised
+        self.streams.cancel(cancel)
+
+    def _tick(self) -> None:
+        """Time passed: queues got shorter, and the beats may know that this loop runs."""
+        self._beats.tick()
+        self.board.touch_all()
+        self.board.write()
+
+    def _tick_affinity(self) -> None:
+        for affinity in self._affinity.values():
+            affinity.tick()
+
+    def _resident_changed(self) -> None:
+        self.inventory.resident = self.resident.models
+        self.inventory.changed()
+        self._refresh_words()
+
+    # What it says
+
+    def _say_event(self, event: RequestEvent) -> None:
+        self.say(subjects.request_event(event.phase), event)
+        self._phases.labels(event.phase.value, event.status or event.reason).inc()
+        if event.phase is Phase.END:
+            self._tokens.labels("prompt").inc(event.prompt_tokens)
+            self._tokens.labels("cached").inc(event.cached_tokens)
+            self._tokens.labels("output").inc(event.output_tokens)
+
+    def _say_progress(self, report: TransferReport) -> None:
+        self.say(subjects.kv_progress(), report)
+        if report.wire_bytes:
+            self._moved.labels("wire").inc(report.wire_bytes)
+            self._moved.labels("charged").inc(report.kv_bytes)
+
+    def _say_inventory(self, inventory: NodeInventory) -> None:
+        self.say(subjects.inventory(self.instance), inventory)
+
+    def _say_affinity(self, worker: str, update: AffinityUpdate) -> None:
+        self.say(subjects.affinity(worker), update)
+
+    def _author(self, inbox: str, stream: StreamId) -> StreamAuthor:
+        return StreamAuthor(self.bus, inbox, stream)
+
+    # Inside
+
+    def _now_ms(self) -> float:
+        return self.now_ns() / 1e6
+
+    def _refresh_words(self) -> None:
+        self.board.epoch = self.inventory.epoch
+        self.board.touch_all()
+        self.board.write()
+
+    def _status(self, workers: list[WorkerStatus], safe: bool) -> NodeStatus:
+        return NodeStatus(
+            node=self.instance,
+            incarnation=self.incarnation,
+            safe=safe,
+            workers=workers,
+            arrivals=len(self.arrivals),
+            departures=len(self.departures),
+            resident=self.resident.models,
+            loading=self.resident.loading,
+        )
+
+    async def _let_finish(self) -> None:
+        self.streams.stopping = True
+        self.board.accepting = False
+        self._refresh_words()
+        if self.streams.running:
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.service.stop_timeout_ms / 1e3 * _STOP_SHARE):
+                    await self._idle.wait()
+
+    def _broken(self, run: Run, error: Exception) -> None:
+        self.log.error("a stream failed", worker=run.worker.id, stream=run.stream.id, exc_info=error)
+
+    def _end_streams(self) -> None:
+        error = Refused(
+            503, "The worker is stopping.", kind="service_unavailable", code="worker_stopping", retry_after_s=1.0
+        )
+        self.streams.fail_all(error, "stopping")
+        self.arrivals.close()
+        self.departures.close()
+        self.resident.close()
+
+    async def _flush(self) -> None:
+        try:
+            await self.bus.flush()
+        except RequestTimeout:
+            self.log.warning("the broker did not take the last words")
+
+    def _watch(self) -> None:
+        gauge = self.metrics.gauge
+        gauge("streams", "Streams accepted and not ended.").set_function(lambda: self.streams.running)
+        gauge("kv_arrivals", "Leases on KV blocks that are to come.").set_function(lambda: len(self.arrivals))
+        gauge("kv_departures", "Transfers whose KV is kept here.").set_function(lambda: len(self.departures))
+        gauge("kv_expired", "Leases that expired, since start.").set_function(
+            lambda: self.arrivals.expired + self.departures.expired
+        )
+        gauge("beat_trouble", "Beats not sent, and senders started again, since start.").set_function(
+            lambda: self._beats.trouble
+        )
+        busy = gauge("engine_busy_ms", "Time an engine was busy, since start.", ("worker",))
+        steps = gauge("engine_steps", "Iterations of an engine, since start.", ("worker",))
+        for worker in self.workers.values():
+            busy.labels(worker.id).set_function(partial(_busy_ms, worker))
+            steps.labels(worker.id).set_function(partial(_steps, worker))
+
+
+def _busy_ms(worker: HostedWorker) -> float:
+    return worker.adapter.load().busy_ms
+
+
+def _steps(worker: HostedWorker) -> float:
+    return worker.adapter.load().steps

@@ -1,0 +1,107 @@
+"""One worker of this node: an engine replica, what operators said about it, and what it has been given to do."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quartet_agent.engines.base import EngineAdapter
+from quartet_bus.messages import KvLayout, Role, StreamId, WorkerInfo
+from quartet_core import word
+
+if TYPE_CHECKING:
+    from quartet_agent.runs import Run
+
+_PRESSED_BELOW = 0.03
+"""Free share of KV memory under which a worker says that it is pressed: the next long prompt preempts somebody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What does not change while the worker runs. ``watts_per_gpu`` is its class's power when busy, 0 if unknown."""
+
+    model: str
+    hardware: str
+    precision: str
+    tp: int
+    gpus: tuple[int, ...]
+    kv_tokens: int
+    max_context: int
+    max_batch: int
+    chunk_tokens: int
+    layout: KvLayout
+    engine: str
+    engine_version: str = ""
+    capabilities: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    step_ms: float = 0.0
+    watts_per_gpu: float = 0.0
+
+
+class HostedWorker:
+    """A worker and its state in this agent. ``runs`` are the streams accepted and not ended, by tenant and stream."""
+
+    def __init__(
+        self, node: str, ordinal: int, incarnation: int, facts: WorkerFacts, adapter: EngineAdapter, role: Role
+    ) -> None:
+        self.id = f"{node}-{ordinal}"
+        self.ordinal = ordinal
+        self.incarnation = incarnation
+        self.facts = facts
+        self.adapter = adapter
+        self.role = role
+        self.cordoned = False
+        self.draining = False
+        self.runs: dict[tuple[str, StreamId], Run] = {}
+        self.unread_ms = 0.0
+        """Predicted prefill of work accepted but not yet read into the engine: in the word from its acceptance on."""
+
+    @property
+    def safe(self) -> bool:
+        """Whether it can be taken away: it takes nothing new, and nothing is left."""
+        return self.draining and not self.runs
+
+    def serves(self, model: str) -> bool:
+        """Whether requests for ``model`` (or one of the adapters loaded on it) are for this worker."""
+        return model == self.facts.model or model in self.facts.adapters
+
+    def info(self) -> WorkerInfo:
+        """Its part of the node's inventory."""
+        facts = self.facts
+        return WorkerInfo(
+            id=self.id,
+            ordinal=self.ordinal,
+            incarnation=self.incarnation,
+            hardware=facts.hardware,
+            model=facts.model,
+            precision=facts.precision,
+            tp=facts.tp,
+            gpus=facts.gpus,
+            kv_tokens=facts.kv_tokens,
+            max_context=facts.max_context,
+            max_batch=facts.max_batch,
+            chunk_tokens=facts.chunk_tokens,
+            layout=facts.layout,
+            engine=facts.engine,
+            engine_version=facts.engine_version,
+            capabilities=facts.capabilities,
+            role=self.role,
+            cordoned=self.cordoned,
+            adapters=facts.adapters,
+            step_ms=facts.step_ms,
+        )
+
+    def word(self, *, accepting: bool, epoch: int) -> int:
+        """Its state word just now."""
+        load = self.adapter.load()
+        return word.pack(
+            free_kv=word.free_kv_level(load.free_kv_fraction),
+            queue=word.queue_level(load.queued_prefill_ms + self.unread_ms),
+            batch=word.batch_level(load.running),
+            drift=word.drift_level(load.drift),
+            accepting=accepting and not self.draining,
+            throttled=load.throttled,
+            congested=load.congested,
+            pressed=load.pressed or load.free_kv_fraction < _PRESSED_BELOW,
+            fault=load.fault,
+            steps=load.steps,
+            epoch=epoch,
+        )

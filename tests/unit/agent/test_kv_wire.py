@@ -1,0 +1,88 @@
+"""The bytes of a transfer."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet_agent.kv import wire
+from quartet_agent.kv.mover import MoveError, MoveReason, chunks
+
+SECRET = b"0123456789abcdef"
+
+
+@given(st.text(min_size=1, max_size=60), st.integers(0, 2**32 - 1), st.binary(min_size=16, max_size=16))
+def test_a_hello_says_what_it_was_told(transfer, epoch, secret):
+    hello = wire.encode_hello(transfer, epoch, secret)
+    told_epoch, length, told_secret = wire.decode_hello(hello[: wire.HELLO.size])
+    assert (told_epoch, told_secret) == (epoch, secret)
+    assert hello[wire.HELLO.size :][:length].decode() == transfer
+
+
+def test_something_else_than_a_hello_is_no_transfer():
+    with pytest.raises(MoveError) as error:
+        wire.decode_hello(b"GET / HTTP/1.1\r\n".ljust(wire.HELLO.size, b" "))
+    assert error.value.reason is MoveReason.PROTOCOL
+
+
+def test_names_and_secrets_of_a_wrong_length_are_not_sent():
+    with pytest.raises(ValueError, match="name"):
+        wire.encode_hello("", 1, SECRET)
+    with pytest.raises(ValueError, match="secret"):
+        wire.encode_hello("t", 1, b"short")
+
+
+@given(st.integers(0, 1000), st.integers(1, 64), st.integers(1, 20))
+def test_a_chunk_comes_apart_into_the_blocks_it_was_made_of(first, size, count):
+    blocks = [bytes([index % 256]) * size for index in range(count)]
+    header, payload = wire.encode_chunk(first, blocks)
+    read = wire.ChunkHeader(header)
+    assert (read.first_block, read.blocks, read.last) == (first, count, False)
+    assert [bytes(block) for block in read.split(payload)] == blocks
+
+
+@given(st.integers(0, 255), st.integers(0, 7))
+def test_one_flipped_bit_is_noticed(byte, bit):
+    header, payload = wire.encode_chunk(3, [bytes(range(256))])
+    damaged = bytearray(payload)
+    damaged[byte] ^= 1 << bit
+    with pytest.raises(MoveError) as error:
+        wire.ChunkHeader(header).split(bytes(damaged))
+    assert error.value.reason is MoveReason.CHECKSUM
+
+
+def test_a_chunk_in_another_place_is_as_wrong_as_a_damaged_one():
+    header, payload = wire.encode_chunk(3, [b"block"])
+    moved = wire.CHUNK.pack(4, 1, len(payload), wire.CHUNK.unpack(header)[3])
+    with pytest.raises(MoveError) as error:
+        wire.ChunkHeader(moved).split(payload)
+    assert error.value.reason is MoveReason.CHECKSUM
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(1, wire.MAX_CHUNK_BYTES + 1), (3, 2), (3, 10)])
+def test_impossible_sizes_are_refused_before_anything_is_read(blocks, size):
+    with pytest.raises(MoveError) as error:
+        wire.ChunkHeader(wire.CHUNK.pack(0, blocks, size, 0))
+    assert error.value.reason is MoveReason.RANGE
+
+
+@pytest.mark.parametrize("reason", [None, *MoveReason])
+def test_answers_arrive_as_they_were_meant(reason):
+    answer = wire.encode_answer(reason)
+    if reason is None:
+        wire.check_answer(answer)
+    else:
+        with pytest.raises(MoveError) as error:
+            wire.check_answer(answer)
+        assert error.value.reason is reason
+
+
+@given(st.lists(st.integers(1, 9), max_size=40), st.integers(1, 20))
+def test_chunks_hold_every_block_once_in_order_and_within_bounds(sizes, chunk_bytes):
+    blocks = [bytes(size) for size in sizes]
+    seen = []
+    for first, group in chunks(blocks, chunk_bytes):
+        assert first == len(seen)
+        assert len({len(block) for block in group}) == 1
+        assert len(group) == 1 or sum(map(len, group)) <= chunk_bytes
+        seen.extend(group)
+    assert seen == blocks
