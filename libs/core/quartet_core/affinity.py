@@ -18,7 +18,7 @@ from quartet_core.ladder import Sketch
 DEFAULT_ROWS: Final = 1 << 17
 DEFAULT_K: Final = 4
 DEFAULT_AFFINITY_BYTES: Final = 256 * 1024 * 1024
-DEFAULT_MAX_PROBES: Final = 48
+DEFAULT_MAX_PROBES: Final = 24
 
 _INT_BYTES: Final = 24 + 16  # header of an int, and what the allocator's 16-byte steps may add
 _DIGIT_BYTES: Final = 4

@@ -95,11 +95,7 @@ class Demand:
 
     def __init__(self, now_s: float, horizons_s: Sequence[float], *, max_models: int, max_tenants: int = 2_000) -> None:
         """``horizons_s`` must be positive and rise; raises ``ValueError`` otherwise."""
-        if (
-            not horizons_s
-            or horizons_s[0] <= 0
-            or any(a >= b for a, b in zip(horizons_s, horizons_s[1:], strict=False))
-        ):
+        if not horizons_s or horizons_s[0] <= 0 or any(a >= b for a, b in pairwise(horizons_s)):
             raise ValueError(f"horizons must be positive and rise, not {list(horizons_s)}")
         self.horizons_s = tuple(horizons_s)
         self.since_s = now_s

@@ -15,6 +15,7 @@ over all models, and the pooled state towards a rate that only knows how long th
 """
 
 import math
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
@@ -52,9 +53,11 @@ def age_of(idle_s: float) -> int:
     return bisect_right(AGE_EDGES_S, idle_s)
 
 
-def _longest_like(idle_s: float) -> float:
-    """The rate for who knows nothing: what has lasted ``d`` seconds is as likely as not to last another ``d``."""
-    return math.log(2) / max(idle_s, 1.0)
+_POOL_PRIOR_S: Final = tuple(
+    _POOL_PRIOR_EVENTS * max(edge_s, 1.0) / math.log(2) for edge_s in (*AGE_EDGES_S, AGE_EDGES_S[-1])
+)
+"""By age, the seconds that go with the prior's event: for who knows nothing, what has lasted ``d`` seconds is as likely
+as not to last another ``d``."""
 
 
 class Exposure:
@@ -67,8 +70,9 @@ class Exposure:
 
     def __init__(self, forget_events: float) -> None:
         self._forget_events = forget_events
-        self.arrivals = [0.0] * STATES
-        self.seconds = [0.0] * STATES
+        # doubles, not objects: a thousand models have a chain each
+        self.arrivals = array("d", bytes(8 * STATES))
+        self.seconds = array("d", bytes(8 * STATES))
 
     @classmethod
     def pooled(cls) -> "Exposure":
@@ -135,8 +139,7 @@ class DemandChain:
     def first_passage(self, now_s: float, horizons_s: Sequence[float]) -> list[float]:
         """The chance of a request within each horizon; ``horizons_s`` must rise. Not falling in the horizon."""
         idle_s = self.idle_s(now_s)
-        age = age_of(idle_s)
-        level = level_of(self._rate * math.exp(-idle_s / FAST_S))
+        level, age = divmod(self.state(now_s), AGES)
         hazard = 0.0
         position_s = idle_s
         found: list[float] = []
@@ -166,8 +169,6 @@ class DemandChain:
 
     def _rate_of(self, state: int, age: int) -> float:
         """Arrivals per second in ``state``, smoothed."""
-        pool = self._pool
-        prior = _longest_like(AGE_EDGES_S[min(age, AGES - 2)])
-        pooled = (pool.arrivals[state] + _POOL_PRIOR_EVENTS) / (pool.seconds[state] + _POOL_PRIOR_EVENTS / prior)
-        own = self._own
+        pool, own = self._pool, self._own
+        pooled = (pool.arrivals[state] + _POOL_PRIOR_EVENTS) / (pool.seconds[state] + _POOL_PRIOR_S[age])
         return (own.arrivals[state] + _OWN_PRIOR_EVENTS) / (own.seconds[state] + _OWN_PRIOR_EVENTS / pooled)

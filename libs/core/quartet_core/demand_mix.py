@@ -8,6 +8,7 @@ with a fixed share: over time the mix loses hardly more than its best member, in
 
 import math
 from collections.abc import Sequence
+from operator import mul
 from typing import Final
 
 from msgspec import Struct
@@ -60,7 +61,7 @@ class Mix:
 
     def blend(self, opinions: Sequence[float]) -> float:
         """The mix's probability for one event, given its members' in their order."""
-        return clamped(sum(weight * opinion for weight, opinion in zip(self.weights, opinions, strict=True)))
+        return clamped(sum(map(mul, self.weights, opinions)))
 
     def learn(self, opinions: Sequence[float], happened: bool) -> None:
         """An event that the members had these opinions of has (or has not) happened."""

@@ -9,7 +9,7 @@ from quartet_core.affinity import AffinityTable
 from quartet_core.fleet import Fleet, Kind, free_kv_needed
 from quartet_core.ladder import covered_tokens
 from quartet_core.plan import Ask, Candidates, Reason
-from quartet_core.word import free_kv_fraction, free_kv_level
+from quartet_core.word import FREE_KV, free_kv_fraction, free_kv_level
 
 
 class Filters:
@@ -30,51 +30,47 @@ class Filters:
         serving = fleet.serving.get(ask.model)
         if serving is None:
             return Reason.UNKNOWN_MODEL
-        left = {"model": serving.bit_count()}
         alive = serving & (fleet.up | fleet.suspect | fleet.frozen)
-        left["alive"] = alive.bit_count()
         if not alive:
             return Reason.NO_WORKER
-        fits, roomy, long_context = self._by_kind(ask, alive)
-        left["context"] = fits.bit_count()
-        if not fits:
-            return Reason.TOO_LONG
-        free = fits & fleet.accepting & fleet.open & ~ask.excluded
-        left["accepting"] = free.bit_count()
-        if not free:
-            return Reason.ALL_BUSY if fits & ~ask.excluded else Reason.NO_WORKER
-        for name, plane in (("healthy", fleet.up), ("free_kv", roomy)):
-            free = free & plane or free
-            left[name] = free.bit_count()
-        holders = [
-            (min(covered_tokens(rung), ask.prompt_tokens - 1), plane)
-            for rung, plane in self._affinity.deepest(ask.sketch, free & fleet.prefills)
-        ]
-        if ask.prompt_tokens > self._long_prompt_tokens:
-            free, holders = self._long(ask, free, holders, long_context)
-            left["long_prompt"] = free.bit_count()
-        return Candidates(
-            whole=free & fleet.prefills & fleet.decodes,
-            prefill=free & fleet.prefills,
-            decode=fits & roomy & fleet.up & fleet.accepting & fleet.open & fleet.decodes & ~ask.excluded,
-            holders=holders,
-            left=left,
-        )
-
-    def _by_kind(self, ask: Ask, alive: int) -> tuple[int, int, int]:
-        """Workers whose context fits the request, those whose free KV does too, and the long-context ones."""
+        prompt_tokens = ask.prompt_tokens
+        free_levels = fleet.planes.levels(FREE_KV.name)
         fits = roomy = long_context = 0
-        need = ask.prompt_tokens + ask.output_tokens
-        for kind in self._fleet.kinds:
+        for kind in fleet.kinds_of[ask.model]:
             plane = kind.plane & alive
-            if not plane or ask.prompt_tokens >= kind.max_context or ask.prompt_tokens >= kind.kv_tokens:
+            if not plane or prompt_tokens >= kind.max_context or prompt_tokens >= kind.kv_tokens:
                 continue
             fits |= plane
-            short = self._fleet.planes.at_most("free_kv", _least_level(kind, need) - 1)
-            roomy |= plane & ~short
+            for short in free_levels[: _least_level(kind, prompt_tokens + ask.output_tokens)]:
+                plane &= ~short
+            roomy |= plane
             if kind.long_context:
-                long_context |= plane
-        return fits, roomy, long_context
+                long_context |= kind.plane
+        if not fits:
+            return Reason.TOO_LONG
+        working = fits & fleet.accepting & fleet.open
+        accepting = working & ~ask.excluded
+        if not accepting:
+            return Reason.ALL_BUSY if fits & ~ask.excluded else Reason.NO_WORKER
+        healthy = accepting & fleet.up or accepting
+        free = healthy & roomy or healthy
+        holders = [
+            (min(covered_tokens(rung), prompt_tokens - 1), plane)
+            for rung, plane in self._affinity.deepest(ask.sketch, free & fleet.prefills)
+        ]
+        left = free
+        if prompt_tokens > self._long_prompt_tokens:
+            left, holders = self._long(ask, free, holders, long_context)
+        return Candidates(
+            whole=left & fleet.prefills & fleet.decodes,
+            prefill=left & fleet.prefills,
+            decode=accepting & roomy & fleet.up & fleet.decodes,
+            holders=holders,
+            left=(
+                serving.bit_count(), alive.bit_count(), fits.bit_count(), accepting.bit_count(), healthy.bit_count(),
+                free.bit_count(), left.bit_count(),
+            ),
+        )  # fmt: skip
 
     def _long(
         self, ask: Ask, free: int, holders: list[tuple[int, int]], long_context: int

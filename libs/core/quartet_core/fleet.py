@@ -6,16 +6,18 @@ after the affinity column of their last owner was swept.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
 
-from quartet_core.pairing import LayoutFacts, Replica, lacking, why_not_pair
+from quartet_core.catalogue import HardwareClass
+from quartet_core.links import Place
+from quartet_core.pairing import LayoutFacts, Replica, lacking, place_of, why_not_pair
 from quartet_core.planes import FleetPlanes
 from quartet_core.profile import Profile
 from quartet_core.verdict import Verdict
-from quartet_core.word import ACCEPTING, DRIFT, DRIFT_UNUSABLE_LEVEL, pack
+from quartet_core.word import DRIFT, DRIFT_UNUSABLE_LEVEL, pack
 
 IDLE_WORD = pack(free_kv=15, queue=0, batch=0, drift=0, accepting=True)
 """What a worker is taken for until its first beat: usable at once."""
@@ -82,7 +84,10 @@ class Worker(Struct):
     incarnation: int
     kind: Kind
     facts: WorkerFacts
+    place: Place
     beat: int = 0
+    words: dict[str, tuple[int, int, int]] = {}
+    """By collector: the last (beat, −verdict, state) it said."""
 
 
 class UnknownKind(Exception):
@@ -113,9 +118,16 @@ class Fleet:
     """
 
     def __init__(
-        self, profile_of: ProfileOf, *, max_workers: int, long_context: Iterable[str], hold_ahead_chunks: float = 2.0
+        self,
+        profile_of: ProfileOf,
+        hardware_of: Callable[[str], HardwareClass],
+        *,
+        max_workers: int,
+        long_context: Iterable[str],
+        hold_ahead_chunks: float = 2.0,
     ) -> None:
         self._profile_of = profile_of
+        self._hardware_of = hardware_of
         self._max_workers = max_workers
         self._long_context = frozenset(long_context)
         self._hold_ahead_chunks = hold_ahead_chunks
@@ -128,6 +140,8 @@ class Fleet:
         self.planes = FleetPlanes()
         self.serving: dict[str, int] = {}
         """Model or adapter name → plane of the workers that serve it."""
+        self.kinds_of: dict[str, list[Kind]] = {}
+        """Model or adapter name → the kinds of those workers, so far."""
         self.up = 0
         self.suspect = 0
         self.frozen = 0
@@ -150,9 +164,12 @@ class Fleet:
             raise LookupError(f"slot {slot} is empty")
         return worker
 
-    def learn(self, node: str, facts: Sequence[WorkerFacts]) -> tuple[list[int], list[int], list[Exception]]:
+    def learn(
+        self, node: str, facts: Sequence[WorkerFacts], fabrics: Mapping[str, float]
+    ) -> tuple[list[int], list[int], list[Exception]]:
         """Take a node's inventory; return the slots that are new, the slots that were vacated, and what was refused.
 
+        ``fabrics`` are the node's links to others and within it: class → GB/s.
         A worker whose incarnation or kind changed is vacated and learned anew: nothing of its past holds.
         """
         fresh: list[int] = []
@@ -168,20 +185,21 @@ class Fleet:
             if slot is not None:
                 worker = self.at(slot)
                 if worker.incarnation == fact.incarnation and self._same(worker, fact):
+                    worker.place = self._place(node, fact, fabrics)
                     self._set_orders(worker, fact)
                     continue
                 vacated.extend(self._vacate(fact.id))
             try:
-                fresh.append(self._occupy(node, fact))
+                fresh.append(self._occupy(node, fact, fabrics))
             except (UnknownKind, FleetFull) as error:
                 refused.append(error)
         return fresh, vacated, refused
 
-    def hear(self, worker: str, incarnation: int, state: int, beat: int, verdict: int) -> int | None:
+    def hear(self, collector: str, worker: str, incarnation: int, state: int, beat: int, verdict: int) -> int | None:
         """Take a collector's word on a worker; return its slot if anything changed.
 
         Words on another incarnation than the announced one are ignored. Of two collectors the higher sequence wins,
-        on ties the more alive verdict.
+        on ties the more alive verdict; a collector's newer word always replaces its older one.
         """
         slot = self._slots.get(worker)
         if slot is None:
@@ -189,14 +207,26 @@ class Fleet:
         known = self.at(slot)
         if known.incarnation != incarnation:
             return None
-        now = self.verdict(slot)
-        if beat < known.beat or (beat == known.beat and known.beat and verdict > now):
+        before = known.words.get(collector)
+        if before is not None and beat < before[0]:
             return None
-        moved = beat != known.beat
-        known.beat = beat
+        known.words[collector] = (beat, -verdict, state)
+        return self._believe(slot, known)
+
+    def forget_collector(self, collector: str) -> None:
+        """A collector is gone: what it said last no longer counts where another one speaks."""
+        for slot, worker in enumerate(self.workers):
+            if worker is not None and len(worker.words) > 1 and worker.words.pop(collector, None) is not None:
+                self._believe(slot, worker)
+
+    def _believe(self, slot: int, worker: Worker) -> int | None:
+        words = worker.words
+        beat, alive, state = next(iter(words.values())) if len(words) == 1 else max(words.values())
+        moved = beat != worker.beat
+        worker.beat = beat
         changed = self.planes.set(slot, state)
-        if verdict != now:
-            self._set_verdict(slot, verdict)
+        if -alive != self.verdict(slot):
+            self._set_verdict(slot, -alive)
             changed = True
         return slot if changed or moved else None
 
@@ -231,12 +261,8 @@ class Fleet:
     @property
     def accepting(self) -> int:
         """Workers that take work: accepting, without an engine fault, and not so slow that no plan survives."""
-        planes = self.planes
-        return (
-            planes.level(ACCEPTING.name, 1)
-            & ~planes.level("fault", 1)
-            & ~planes.level(DRIFT.name, DRIFT_UNUSABLE_LEVEL)
-        )
+        levels = self.planes.levels
+        return levels("accepting")[1] & levels("fault")[0] & ~levels("drift")[DRIFT_UNUSABLE_LEVEL]
 
     @property
     def strained(self) -> int:
@@ -288,7 +314,10 @@ class Fleet:
         self._kinds[key] = kind
         return kind
 
-    def _occupy(self, node: str, fact: WorkerFacts) -> int:
+    def _place(self, node: str, fact: WorkerFacts, fabrics: Mapping[str, float]) -> Place:
+        return place_of(node, fabrics, self._hardware_of(fact.hardware), fact.tp)
+
+    def _occupy(self, node: str, fact: WorkerFacts, fabrics: Mapping[str, float]) -> int:
         kind = self._kind(fact)
         if self._free:
             slot = self._free.pop(0)
@@ -297,13 +326,16 @@ class Fleet:
             self.workers.append(None)
         else:
             raise FleetFull(fact.id, self._max_workers)
-        worker = Worker(slot, fact.id, node, fact.incarnation, kind, fact)
+        worker = Worker(slot, fact.id, node, fact.incarnation, kind, fact, self._place(node, fact, fabrics))
         self.workers[slot] = worker
         self._slots[fact.id] = slot
         bit = 1 << slot
         kind.plane |= bit
         for name in (fact.model, *fact.adapters):
             self.serving[name] = self.serving.get(name, 0) | bit
+            kinds = self.kinds_of.setdefault(name, [])
+            if kind not in kinds:
+                kinds.append(kind)
         self.planes.set(slot, IDLE_WORD)
         self._set_verdict(slot, Verdict.UP)
         self._set_orders(worker, fact)

@@ -4,6 +4,8 @@ import math
 
 from msgspec import Struct
 
+from quartet_core.links import Place, best_path, ceiling_gb_per_s
+
 
 class PricedLink(Struct):
     """One directed link. ``gb_per_s`` is decimal."""
@@ -15,14 +17,14 @@ class PricedLink(Struct):
 
 
 class LinkBook:
-    """Link prices by (source node, target node), and whether a coordinator is alive to use them.
+    """Link prices by (source node, target node, class), and whether a coordinator is alive to use them.
 
     ``silence_ms`` is after how long without a table there is no coordinator: no new splits start then.
     """
 
     def __init__(self, silence_ms: float) -> None:
         self._silence_ms = silence_ms
-        self._links: dict[tuple[str, str], PricedLink] = {}
+        self._links: dict[tuple[str, str, str], PricedLink] = {}
         self._leader: tuple[int, str] = (0, "")
         self._heard_ms = -math.inf
 
@@ -36,7 +38,7 @@ class LinkBook:
 
     def put(self, source: str, target: str, link: PricedLink) -> None:
         """Take the state of one link."""
-        self._links[source, target] = link
+        self._links[source, target, link.kind] = link
 
     def clear(self) -> None:
         """Forget all links: a table is a full set."""
@@ -51,9 +53,14 @@ class LinkBook:
         """The active coordinator's instance, "" before the first table."""
         return self._leader[1]
 
-    def price_ms(self, source: str, target: str, kv_bytes: int) -> tuple[float, str] | None:
-        """(milliseconds, link kind) of moving ``kv_bytes`` now, or None when the nodes are not linked."""
-        link = self._links.get((source, target))
+    def price_ms(self, source: Place, target: Place, kv_bytes: int) -> tuple[float, str] | None:
+        """(milliseconds, link class) of moving ``kv_bytes`` now over the best path of both ends, or None without one.
+
+        A link's rate is its own; what the cards at its ends can send and take bounds it here.
+        """
+        path = best_path(source, target)
+        link = self._links.get((source.node, target.node, path))
         if link is None:
             return None
-        return link.setup_ms + (link.in_flight_bytes + kv_bytes) / (link.gb_per_s * 1e6), link.kind
+        gb_per_s = min(link.gb_per_s, ceiling_gb_per_s(path, source, target))
+        return link.setup_ms + (link.in_flight_bytes + kv_bytes) / (gb_per_s * 1e6), path

@@ -67,28 +67,33 @@ class Plan(Struct):
         return self.prefill != self.decode
 
 
+FILTERS = ("model", "alive", "context", "accepting", "healthy", "free_kv", "long_prompt")
+"""The hard filters, in their order."""
+
+
 class Candidates(Struct):
     """The workers that hard filters leave, as planes, and how many were left after each filter, in its order.
 
     ``whole`` may do all of a request; ``prefill`` and ``decode`` one half. ``holders`` is (cached tokens, plane) from
-    the longest prefix down, over all of ``prefill`` and ``whole``; a worker in none of them holds nothing.
+    the longest prefix down, over all of ``prefill`` and ``whole``; a worker in none of them holds nothing. ``left``
+    counts by ``FILTERS``.
     """
 
     whole: int
     prefill: int
     decode: int
     holders: list[tuple[int, int]]
-    left: dict[str, int]
+    left: tuple[int, ...]
 
 
 class Decision(Struct):
     """A policy's answer: a plan, or a reason why there is none. ``hold`` asks to wait for ``plan``'s worker.
 
-    ``considered`` are the best plans looked at, for explanation; ``left`` counts candidates after each filter.
+    ``considered`` are the best plans looked at, for explanation; ``left`` counts candidates after each of ``FILTERS``.
     """
 
     reason: Reason
     plan: Plan | None = None
     hold: bool = False
-    left: dict[str, int] | None = None
+    left: tuple[int, ...] = ()
     considered: tuple[Plan, ...] = ()

@@ -71,6 +71,10 @@ class FleetPlanes:
         planes = self._levels[name]
         return planes[level] if 0 <= level < len(planes) else 0
 
+    def levels(self, name: str) -> list[int]:
+        """The planes of all levels of field ``name``, lowest first. To be read only."""
+        return self._levels[name]
+
     def at_most(self, name: str, level: int) -> int:
         """The plane of the workers whose field ``name`` is at ``level`` or below."""
         plane = 0

@@ -5,8 +5,10 @@ is known. Time is handed in, in milliseconds of one clock.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from quartet_core.affinity import AffinityTable
+from quartet_core.catalogue import HardwareClass
 from quartet_core.filters import Filters
 from quartet_core.fleet import Fleet, ProfileOf, WorkerFacts
 from quartet_core.ledger import Key, Ledger
@@ -42,12 +44,16 @@ class Routing:
     """
 
     def __init__(
-        self, profile_of: ProfileOf, policies: Mapping[str, PolicyOf], *, policy: str, links: LinkBook,
+        self, profile_of: ProfileOf, hardware_of: Callable[[str], HardwareClass], policies: Mapping[str, PolicyOf], *, policy: str, links: LinkBook,
         long_context: Sequence[str], long_prompt_tokens: int, kappa: float, hold_ahead_chunks: float,
         affinity_rows: int, affinity_hashes: int, max_workers: int, without_prefill_worker: str = "whole",
     ) -> None:  # fmt: skip
         self.fleet = Fleet(
-            profile_of, max_workers=max_workers, long_context=long_context, hold_ahead_chunks=hold_ahead_chunks
+            profile_of,
+            hardware_of,
+            max_workers=max_workers,
+            long_context=long_context,
+            hold_ahead_chunks=hold_ahead_chunks,
         )
         self.affinity = AffinityTable(affinity_rows, affinity_hashes)
         self.ledger = Ledger()
@@ -130,10 +136,19 @@ class Routing:
 
     # Fleet
 
-    def learn(self, node: str, facts: Sequence[WorkerFacts], now_ms: float) -> tuple[list[int], list[Exception]]:
-        """Take a node's inventory; return the vacated slots (their requests are lost) and what was refused."""
+    def learn(
+        self,
+        node: str,
+        facts: Sequence[WorkerFacts],
+        now_ms: float,
+        fabrics: Mapping[str, float] = MappingProxyType({}),
+    ) -> tuple[list[int], list[Exception]]:
+        """Take a node's inventory; return the vacated slots (their requests are lost) and what was refused.
+
+        ``fabrics`` are the node's links: class → GB/s.
+        """
         kinds = {slot: worker.kind for slot, worker in enumerate(self.fleet.workers) if worker is not None}
-        fresh, vacated, refused = self.fleet.learn(node, facts)
+        fresh, vacated, refused = self.fleet.learn(node, facts, fabrics)
         for slot in vacated:
             self._leave(slot)
             self.board.drop(slot, kinds[slot])
@@ -141,19 +156,21 @@ class Routing:
             self.refresh(slot, now_ms)
         return vacated, refused
 
-    def hear(self, worker: str, incarnation: int, state: int, beat: int, verdict: int, now_ms: float) -> int | None:
+    def hear(
+        self, collector: str, worker: str, incarnation: int, state: int, beat: int, verdict: int, now_ms: float
+    ) -> int | None:
         """Take a collector's word; return the slot if this killed its worker, whose requests are lost."""
         slot = self.fleet.slot_of(worker)
         before = Verdict.DEAD if slot is None else self.fleet.verdict(slot)
-        slot = self.fleet.hear(worker, incarnation, state, beat, verdict)
+        slot = self.fleet.hear(collector, worker, incarnation, state, beat, verdict)
         if slot is None:
             return None
-        if verdict == Verdict.DEAD and before != Verdict.DEAD:
+        if before != Verdict.DEAD and self.fleet.verdict(slot) == Verdict.DEAD:
             self.ledger.fence(slot)
             self.affinity.forget(slot)
             self.refresh(slot, now_ms)
             return slot
-        self.ledger.heard(slot, beat)
+        self.ledger.heard(slot, self.fleet.at(slot).beat)
         self.refresh(slot, now_ms)
         return None
 

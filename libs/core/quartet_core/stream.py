@@ -151,16 +151,17 @@ class StreamReceiver:
         if self.kept is not None:
             return self._finish(Step.GAP)
         self._give_up(key)
-        return self._again(now_ms, Step.GAP) if key[0] == self.attempt else Step.NOTHING
+        return Step.NOTHING if self._superseded(key) else self._again(now_ms, Step.GAP)
 
     def _refused(self, key: tuple[int, int]) -> Step:
-        """An error counts unless something newer than its author is on its way."""
-        attempt, try_ = key
-        if self.kept is None and (
-            attempt < self.attempt or any(a == attempt and t > try_ > 0 for a, t in self._expected)
-        ):
+        if self.kept is None and self._superseded(key):
             return Step.NOTHING
         return self._finish(Step.REFUSED)
+
+    def _superseded(self, key: tuple[int, int]) -> bool:
+        """Whether something newer is on its way, so that what this try says is not the last word."""
+        attempt, try_ = key
+        return attempt < self.attempt or any(a == attempt and t > try_ > 0 for a, t in self._expected)
 
     def _keep(self, key: tuple[int, int]) -> None:
         self.kept = key

@@ -1,0 +1,182 @@
+"""Lanes: directed links between nodes, what they are measured to carry, and who may use them next.
+
+A lane is one (source node, target node, link class). At most so many transfers send at once; the others wait, the
+earliest deadline first. Bytes on the wire come from ``quartet_core.links``; that several lanes share a root complex or
+a NIC is not looked at here: whoever does adds a second gate to `Lane.grant`.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from quartet_bus.config.schema import KvSection
+from quartet_bus.messages import LinkState
+from quartet_core.links import LINK_CLASSES, Link, LinkClass, Place, best_path, ceiling_gb_per_s
+
+_BYTES_PER_MS = 1e6  # of one GB/s
+
+MAX_ANNOUNCED = 2048
+"""Links in one announcement: measured and busy ones first, so that a large fleet leaves out what readers can derive."""
+
+MAX_LANES = 65_536
+"""Lanes kept at most: 256 nodes, each with each. Beyond, a lane is made again when it is next asked for."""
+
+
+@dataclass(slots=True)
+class Sending:
+    """One transfer's use of a lane."""
+
+    kv_bytes: int
+    ahead_bytes: int
+    predicted_ms: float
+
+
+class Lane:
+    """One directed link: its `Link`, the transfers that send, and the queue of those that are ready to."""
+
+    def __init__(self, source: str, target: str, link: Link, limit: int) -> None:
+        self.source = source
+        self.target = target
+        self.link = link
+        self.measured = False
+        self.warned = False
+        """Whether it was said that this link is slowed."""
+        self._limit = limit
+        self._sending: dict[str, Sending] = {}
+        self._queue: list[tuple[int, int, str]] = []
+        self._waiting: dict[str, tuple[int, int]] = {}
+        self._number = 0
+
+    @property
+    def sending(self) -> int:
+        """Transfers on the wire."""
+        return len(self._sending)
+
+    @property
+    def waiting(self) -> int:
+        """Transfers that could send if there were room."""
+        return len(self._waiting)
+
+    def is_sending(self, transfer: str) -> bool:
+        """Whether ``transfer`` is on the wire."""
+        return transfer in self._sending
+
+    def is_waiting(self, transfer: str) -> bool:
+        """Whether ``transfer`` waits."""
+        return transfer in self._waiting
+
+    def queued_bytes(self, deadline_ns: int) -> int:
+        """Bytes that go before a newcomer with this deadline, beyond those on the wire."""
+        return sum(kv_bytes for due_ns, kv_bytes in self._waiting.values() if due_ns <= deadline_ns)
+
+    def wait(self, transfer: str, deadline_ns: int, kv_bytes: int) -> None:
+        """Queue a transfer that is ready to send."""
+        self._waiting[transfer] = (deadline_ns, kv_bytes)
+        self._number += 1
+        heapq.heappush(self._queue, (deadline_ns, self._number, transfer))
+
+    def grant(self) -> str | None:
+        """The transfer that may send now, taken from the queue; None when nothing waits or the lane is full."""
+        while self._queue and len(self._sending) < self._limit:
+            _, _, transfer = heapq.heappop(self._queue)
+            if self._waiting.pop(transfer, None) is not None:
+                return transfer
+        return None
+
+    def enter(self, transfer: str, kv_bytes: int, share: float) -> Sending:
+        """``transfer`` sends from now on. ``share`` is how much of the link its ends can use (`Route.share`)."""
+        ahead = self.link.begin(kv_bytes)
+        self._sending[transfer] = sending = Sending(kv_bytes, ahead, self.predict_ms(ahead, kv_bytes, share))
+        return sending
+
+    def leave(self, transfer: str, took_ms: float = 0.0, share: float = 1.0) -> None:
+        """``transfer`` neither sends nor waits any more; ``took_ms`` > 0 is what sending took, when it came through."""
+        self._waiting.pop(transfer, None)
+        sending = self._sending.pop(transfer, None)
+        if sending is None:
+            return
+        self.link.end(sending.kv_bytes)
+        if took_ms > 0:
+            # The ends may be slower than the link (one L40S behind a fast NIC): what the link itself would have taken.
+            setup_ms = min(self.link.setup_ms, took_ms)
+            self.link.observe(sending.kv_bytes, sending.ahead_bytes, setup_ms + (took_ms - setup_ms) * share)
+            self.measured = True
+
+    def predict_ms(self, ahead_bytes: int, kv_bytes: int, share: float) -> float:
+        """Setup + (bytes ahead + bytes) / what link and ends carry together."""
+        rate = self.link.gb_per_s * share * _BYTES_PER_MS
+        return self.link.setup_ms + (ahead_bytes + kv_bytes) / rate * self.link.numa_penalty
+
+    def charge_gb_per_s(self, transfer: str, kv_bytes: int, share: float) -> float:
+        """The rate at which a simulated mover is to charge ``transfer``.
+
+        What link and ends promise, stretched by the bytes ahead, so that charging takes as long as the formula says.
+        Measured rates stay out of it: what is charged would otherwise be measured again, and never recover.
+        """
+        sending = self._sending.get(transfer)
+        ahead = self.link.bytes_in_flight if sending is None else sending.ahead_bytes
+        return self.link.promised_gb_per_s * share * kv_bytes / ((ahead + kv_bytes) * self.link.numa_penalty)
+
+    def state(self) -> LinkState:
+        """As announced on ``kv.links``."""
+        link = self.link
+        return LinkState(
+            self.source, self.target, link.kind, link.gb_per_s, link.setup_ms, link.bytes_in_flight, len(self._sending)
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Route:
+    """How one transfer goes: its lane, and what its two workers can use of it."""
+
+    lane: Lane
+    share: float
+
+    def predict_ms(self, kv_bytes: int, deadline_ns: int) -> float:
+        """When ``kv_bytes`` would have arrived if they were ready now, behind all that goes before them."""
+        lane = self.lane
+        return lane.predict_ms(lane.link.bytes_in_flight + lane.queued_bytes(deadline_ns), kv_bytes, self.share)
+
+
+class Lanes:
+    """All lanes, made when two nodes are first seen together."""
+
+    def __init__(self, config: KvSection) -> None:
+        self._limit = config.transfers_per_link
+        self._classes: Mapping[str, LinkClass] = dict(LINK_CLASSES) | {
+            name: LinkClass(name, link.gb_per_s, link.setup_ms, "configuration") for name, link in config.links.items()
+        }
+        self._lanes: dict[tuple[str, str, str], Lane] = {}
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes.values())
+
+    def route(self, source: Place, target: Place) -> Route:
+        """The best path between two workers, over the fabric that both their nodes have."""
+        path = best_path(source, target)
+        lane = self._lanes.get((source.node, target.node, path))
+        known = self._classes[path]
+        if lane is None:
+            rate, penalty = known.gb_per_s, 1.0
+            if source.node != target.node:
+                rate = min([rate, *(nic for nic in (source.nic_gb_per_s, target.nic_gb_per_s) if nic > 0)])
+                penalty = max(source.numa_penalty, target.numa_penalty)
+            link = Link(path, rate, known.setup_ms, penalty)
+            lane = Lane(source.node, target.node, link, self._limit)
+            self._make_room()
+            self._lanes[source.node, target.node, path] = lane
+        ceiling = ceiling_gb_per_s(path, source, target)
+        return Route(lane, min(1.0, ceiling / lane.link.promised_gb_per_s))
+
+    def states(self) -> tuple[LinkState, ...]:
+        """The table for ``kv.links``."""
+        known = sorted(self._lanes.values(), key=lambda lane: not (lane.measured or lane.sending))
+        return tuple(lane.state() for lane in known[:MAX_ANNOUNCED])
+
+    def _make_room(self) -> None:
+        """Forget the oldest lanes that nobody uses. A transfer planned over one keeps it, and loses nothing by that."""
+        surplus = len(self._lanes) + 1 - MAX_LANES
+        if surplus > 0:
+            idle = [key for key, lane in self._lanes.items() if not lane.sending and not lane.waiting]
+            for key in idle[:surplus]:
+                del self._lanes[key]
