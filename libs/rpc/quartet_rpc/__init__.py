@@ -1,1 +1,1 @@
-"""gRPC stubs, channels and servers of Quartet."""
+"""gRPC between people, tools and services: generated stubs (``v1``), servers, channels and errors."""
