@@ -1,10 +1,11 @@
 """Arrivals: a message on ``infer`` or ``gateway`` becomes a flight, or a precise refusal."""
 
-from quartet_bus.headers import RequestHeaders, parse_headers
+from collections.abc import Callable
 
 from quartet_bus import subjects
 from quartet_bus.bus import Message
 from quartet_bus.config.schema import Config, ModelSection
+from quartet_bus.headers import RequestHeaders, parse_headers
 from quartet_core import openai
 from quartet_core.ladder import Sketch, sketch_text, sketch_tokens
 from quartet_core.lengths import OutputLengths
@@ -28,8 +29,16 @@ class Arrivals:
         self._config = config
         self._lengths = lengths
 
-    def flight(self, message: Message, headers: RequestHeaders, tenant: str, model: str, now_ms: float) -> Flight:
-        """The flight of a request. Raises ``Refused`` when it cannot be read."""
+    def flight(
+        self,
+        message: Message,
+        headers: RequestHeaders,
+        tenant: str,
+        model: str,
+        now_ms: float,
+        fresh: Callable[[], str],
+    ) -> Flight:
+        """The flight of a request. Raises ``Refused`` when it cannot be read. ``fresh`` names one that has no id."""
         section = self._config.models.get(model, _DEFAULTS)
         salt = salt_of(tenant, model, section)
         sketched = headers.sketch is not None
@@ -40,7 +49,7 @@ class Arrivals:
         return Flight(
             tenant=tenant,
             model=model,
-            id=headers.request_id,
+            id=headers.request_id or fresh(),
             attempt=headers.attempt,
             inbox=message.reply,
             body=message.data,

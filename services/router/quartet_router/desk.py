@@ -1,5 +1,7 @@
 """The desk carries out decisions: sends, holds, retries, cancels, fails. Every flight's outcome is written here."""
 
+import time
+
 from quartet_bus import frames, subjects
 from quartet_bus.bus import PayloadTooLarge
 from quartet_bus.config.schema import Config
@@ -108,8 +110,9 @@ class Desk:
             slot = self._routing.fleet.slot_of(worker)
             if slot is not None:
                 ask.excluded |= 1 << slot
-        with self._figures.deciding():
-            decision = self._routing.decide(ask)
+        started_ns = time.perf_counter_ns()
+        decision = self._routing.decide(ask)
+        self._figures.decided(started_ns)
         flight.decision = decision
         self._figures.decisions.labels(decision.reason.value).inc()
         self._explanations.note(flight, decision, self._routing.policy.name, now_ms)
@@ -154,7 +157,7 @@ class Desk:
         now_ms = self.now_ms()
         for flight in self._flights:
             if flight.dispatch.stage is Stage.HELD and now_ms - flight.frames_at_ms >= 900.0:
-                self._frame(flight, frames.Alive(id=flight.id, attempt=flight.attempt, try_=flight.dispatch.try_))
+                self._frame(flight, frames.Alive(id=flight.id, attempt=flight.attempt, try_=flight.frame_try))
 
     def _may_hold(self, flight: Flight, now_ms: float) -> bool:
         return not flight.no_hold and now_ms < flight.arrived_ms + self._router.hold_max_ms
@@ -180,7 +183,7 @@ class Desk:
             remaining_ms = until_ms - now_ms
             self._frame(
                 flight,
-                frames.Held(id=flight.id, attempt=flight.attempt, try_=flight.dispatch.try_, remaining_ms=remaining_ms),
+                frames.Held(id=flight.id, attempt=flight.attempt, try_=flight.frame_try, remaining_ms=remaining_ms),
             )
             self._say_event(flight, Phase.HELD)
         if plan is not None:
@@ -340,7 +343,7 @@ class Desk:
         now_ms = self.now_ms()
         for half in cancel.halves:
             self._service.say(
-                subjects.worker_cancel(half.worker), Cancel(flight.id, flight.attempt, cancel.try_, cancel.reason)
+                subjects.worker_cancel(half.worker), Cancel(flight.id, flight.attempt, cancel.try_, cancel.reason, flight.tenant)
             )
             if not half.acked:
                 # The worker may never have heard of it, and then no event of its own ends the entry.
@@ -391,7 +394,7 @@ class Desk:
             frames.Error(
                 id=flight.id,
                 attempt=flight.attempt,
-                try_=flight.dispatch.try_,
+                try_=flight.frame_try,
                 status=error.status,
                 error=error.body,
                 retry_after_s=error.retry_after_s,

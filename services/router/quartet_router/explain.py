@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from quartet_core.plan import Decision, Plan
+from quartet_core.plan import FILTERS, Decision, Plan
 from quartet_router.flight import Flight
 
 NameOf = Callable[[int], str]
@@ -41,7 +41,7 @@ class Explanations:
                 "prompt_tokens": flight.ask.prompt_tokens,
                 "expected_output_tokens": round(flight.ask.output_tokens, 1),
                 "targets_ms": {"ttft": flight.ask.ttft_ms, "tpot": flight.ask.tpot_ms},
-                "candidates_left": decision.left,
+                "candidates_left": dict(zip(FILTERS, decision.left, strict=False)),
                 "plans": [_plan(plan, name_of) for plan in decision.considered],
             }
             for at_ms, flight, decision, policy in self._records.get(request_id, [])

@@ -23,6 +23,9 @@ Say = Callable[[Topic[ControlRequest], ControlRequest], None]
 
 _ASK_PAUSE_MS = 500.0
 
+_COLLECTOR_SILENCE_MS = 2000.0
+"""Collectors say a snapshot a few times a second: one silent for so long is gone."""
+
 
 class Feed:
     """Keeps a ``Routing`` in step with the bus. ``lost`` is called with each worker whose requests are lost."""
@@ -40,6 +43,7 @@ class Feed:
         self._numbers: dict[str, tuple[int, int]] = {}  # collector → (incarnation, last delta)
         self._affinity: dict[str, tuple[int, int]] = {}  # worker → (incarnation, last update)
         self._asked_ms: dict[str, float] = {}
+        self._heard_ms: dict[str, float] = {}  # collector → its last word
         self._gaps = metrics.counter("fleet_gaps", "Deltas or affinity updates missed, by kind.", ("kind",))
         self._refused = metrics.counter("workers_refused", "Announced workers that cannot be routed to.", ("reason",))
 
@@ -52,7 +56,8 @@ class Feed:
     def inventory(self, message: NodeInventory, now_ms: float) -> list[str]:
         """A node's static facts; return what was refused of it, for the log."""
         names = {slot: w.id for slot, w in enumerate(self._routing.fleet.workers) if w is not None}
-        vacated, refused = self._routing.learn(message.node, message.workers, now_ms)
+        fabrics = {link.kind: link.gb_per_s for link in message.links}
+        vacated, refused = self._routing.learn(message.node, message.workers, now_ms, fabrics)
         for slot in vacated:
             self._affinity.pop(names[slot], None)
             self._lost(names[slot])
@@ -71,14 +76,14 @@ class Feed:
             self._gaps.labels("delta").inc()
             self._ask("collector", message.collector, "snapshot", now_ms)
         self._numbers[message.collector] = (message.incarnation, message.number)
-        self._states(message.changes, now_ms)
+        self._states(message.collector, message.changes, now_ms)
 
     def snapshot(self, message: FleetSnapshot, now_ms: float) -> None:
         """Everything one collector knows."""
         known = self._numbers.get(message.collector)
         if known is None or known[0] != message.incarnation or known[1] < message.number:
             self._numbers[message.collector] = (message.incarnation, message.number)
-        self._states(message.workers, now_ms)
+        self._states(message.collector, message.workers, now_ms)
 
     def affinity(self, message: AffinityUpdate, now_ms: float) -> None:
         """Which prefixes a worker gained or lost; a gap asks for its full set."""
@@ -117,10 +122,19 @@ class Feed:
                 link.source, link.target, PricedLink(link.kind, link.gb_per_s, link.setup_ms, link.in_flight_bytes)
             )
 
-    def _states(self, states: tuple[WorkerState, ...], now_ms: float) -> None:
+    def tend(self, now_ms: float) -> None:
+        """About once a second: a collector that fell silent has no say any more."""
+        for collector, heard_ms in list(self._heard_ms.items()):
+            if now_ms - heard_ms > _COLLECTOR_SILENCE_MS:
+                del self._heard_ms[collector]
+                self._numbers.pop(collector, None)
+                self._routing.fleet.forget_collector(collector)
+
+    def _states(self, collector: str, states: tuple[WorkerState, ...], now_ms: float) -> None:
+        self._heard_ms[collector] = now_ms
         hear = self._routing.hear
         for state in states:
-            dead = hear(state.worker, state.incarnation, state.state, state.beat, state.verdict, now_ms)
+            dead = hear(collector, state.worker, state.incarnation, state.state, state.beat, state.verdict, now_ms)
             if dead is not None:
                 self._affinity.pop(state.worker, None)
                 self._lost(state.worker)
@@ -133,7 +147,7 @@ class Feed:
         self._say(subjects.control(service, instance, verb), ControlRequest())
 
 
-def _rows(data: bytes) -> array.array[int]:
+def _rows(data: bytes) -> "array.array[int]":
     rows = array.array("I", data)
     if sys.byteorder == "big":
         rows.byteswap()

@@ -2,8 +2,6 @@
 
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from quartet_bus.metrics import Metrics
 from quartet_core.fleet import Fleet
@@ -40,12 +38,9 @@ class Figures:
         self._next = 0
         self._sent = self._split = self._hit = self._held = self._retried = 0
 
-    @contextmanager
-    def deciding(self) -> Iterator[None]:
-        """Time one decision."""
-        start = time.perf_counter_ns()
-        yield
-        took_us = (time.perf_counter_ns() - start) / 1e3
+    def decided(self, started_ns: int) -> None:
+        """A decision that began at ``started_ns`` of the process clock is made."""
+        took_us = (time.perf_counter_ns() - started_ns) / 1e3
         self.decide_us.observe(took_us)
         if len(self._times_us) < _KEPT:
             self._times_us.append(took_us)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from quartet_bus.messages import StreamId
-from quartet_core.dispatch import Dispatch
+from quartet_core.dispatch import Dispatch, Stage
 from quartet_core.ledger import Key as LedgerKey
 from quartet_core.plan import Ask, Decision
 
@@ -51,6 +51,12 @@ class Flight:
     def stream(self) -> StreamId:
         """The stream of the current try."""
         return StreamId(self.id, self.attempt, self.dispatch.try_)
+
+    @property
+    def frame_try(self) -> int:
+        """The try that the router's own frames speak for: the current one, or while none runs the one to come."""
+        waiting = self.dispatch.stage in (Stage.NEW, Stage.HELD)
+        return max(1, self.dispatch.try_ + waiting)
 
     def ledger_key(self, worker: str, incarnation: int) -> LedgerKey:
         """The ledger's key of this request on a worker."""

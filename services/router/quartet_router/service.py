@@ -68,6 +68,7 @@ class RouterService(Service):
         self._links = LinkBook(config.kv.coordinator_silence_ms)
         self.routing = Routing(
             profile_of,
+            hardware.hardware_class,
             imported_policies(router.policies),
             policy=router.policy,
             links=self._links,
@@ -152,11 +153,11 @@ class RouterService(Service):
         try:
             headers = self._arrivals.headers(message, trusted=trusted)
             request_id, attempt = headers.request_id, headers.attempt
-            flight = self._arrivals.flight(message, headers, tenant, model, self._desk.now_ms())
+            flight = self._arrivals.flight(message, headers, tenant, model, self._desk.now_ms(), self._fresh_id)
         except Refused as error:
             self._figures.rejected.labels(str(error.status)).inc()
             refusal = frames.Error(
-                id=request_id, attempt=attempt, try_=0, status=error.status, error=error.body,
+                id=request_id, attempt=attempt, try_=1, status=error.status, error=error.body,
                 retry_after_s=error.retry_after_s,
             )  # fmt: skip
             self.say(subjects.inbox(message.reply), frames.encode(refusal))
@@ -165,6 +166,9 @@ class RouterService(Service):
             self._figures.dropped.labels("duplicate").inc()
             return
         self._desk.take(flight)
+
+    def _fresh_id(self) -> str:
+        return f"{self.instance}-{self.random.getrandbits(64):016x}"
 
     def _on_cancel(self, message: Message) -> None:
         cancel = msgspec.msgpack.decode(message.data, type=Cancel)
@@ -263,6 +267,7 @@ class RouterService(Service):
 
     def _tend(self) -> None:
         self.routing.tend(self._desk.now_ms())
+        self.feed.tend(self._desk.now_ms())
         self._desk.say_held()
 
     # Operators

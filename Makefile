@@ -1,0 +1,48 @@
+# Everything a newcomer needs: make demo, make test. Each target sets up what it needs by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DISTRIBUTIONS := $(sort $(dir $(wildcard libs/*/pyproject.toml services/*/pyproject.toml)))
+READY := $(VENV)/.ready
+ARGS ?=
+ONLY ?=
+
+.PHONY: help demo up test check bench proto clean
+.DEFAULT_GOAL := help
+
+help: ## what can be made
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## the main job: a real trace over a mixed fleet, beside round-robin (ARGS="--seconds 30")
+	@$(BIN)/quartet demo $(ARGS)
+
+up: $(READY) ## the same fleet, left running until Ctrl-C (ARGS="--ports any")
+	@$(BIN)/quartet up $(ARGS)
+
+test: $(READY) ## all tests (ARGS goes to pytest)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY) ## lint, format, strict types, import rules, fitted profiles
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m quartet_sim.fit --check
+
+bench: $(READY) ## measured figures, one JSON line each (ONLY=decision)
+	@$(BIN)/python tests/perf/run.py $(ONLY)
+
+proto: $(READY) ## generate the gRPC stubs anew
+	$(BIN)/python libs/rpc/generate.py
+
+clean: ## remove the virtual environment, caches and run directories
+	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): requirements.txt requirements-dev.txt pyproject.toml $(addsuffix pyproject.toml,$(DISTRIBUTIONS))
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Quartet needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another one with make PYTHON=...")'
+	@$(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@echo "installing pinned requirements into $(VENV) (about half a minute, once)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(addprefix -e ./,$(DISTRIBUTIONS))
+	@touch $(READY)

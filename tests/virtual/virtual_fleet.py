@@ -1,0 +1,163 @@
+"""A whole fleet in one process under virtual time: every service as it is, its edges replaced by calls."""
+
+import hashlib
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from quartet_admin.service import AdminService
+from quartet_agent.beats.virtual import VirtualBeats
+from quartet_agent.kv.memory import MemoryMover, MemoryNetwork
+from quartet_agent.service import AgentService
+from quartet_bus import catalogue
+from quartet_bus.bus import Message
+from quartet_bus.client import Client
+from quartet_bus.config.schema import Config
+from quartet_bus.memory import MemoryBroker, MemoryBus
+from quartet_bus.service import Service
+from quartet_core.heartbeat import Beat
+from quartet_heartbeat_collector.service import CollectorService
+from quartet_kv_coordinator.service import CoordinatorService
+from quartet_prefetch_predictor.ports import Budget
+from quartet_prefetch_predictor.service import PredictorService
+from quartet_router.service import RouterService
+
+BEAT_S = 0.02
+"""Beats of a virtual fleet are slower than real ones, and the limits of silence with them: time costs events."""
+
+MODELS = {
+    "llama-8b": {"spec": "llama-3.1-8b", "ttft_ms": 2000.0, "tpot_ms": 60.0, "sketch": "tokens"},
+    "llama-70b": {"spec": "llama-3.1-70b", "ttft_ms": 3000.0, "tpot_ms": 120.0, "sketch": "tokens"},
+}
+
+
+def node(name: str, hardware: str) -> dict[str, Any]:
+    """A node of eight workers: four of each model."""
+    seventy = {"kind": "simulated", "model": "llama-70b", "hardware": hardware, "tp": 4, "count": 4}
+    eight = {"kind": "simulated", "model": "llama-8b", "hardware": hardware, "count": 4, "first_gpu": 16}
+    return {"node": name, "fabrics": ("RDMA_ROCE", "TCP"), "engines": [seventy, eight]}
+
+
+NODES = (node("h100-0", "H100_SXM5"), node("l40s-0", "L40S_PCIE"), node("l40s-1", "L40S_PCIE"))
+
+
+def config(agent: dict[str, Any] | None = None, **sections: Any) -> Config:
+    """The fleet's configuration, for one node if ``agent`` is given."""
+    base: dict[str, Any] = {
+        "fleet": {
+            "beat_interval_us": int(BEAT_S * 1e6), "suspect_ms": 60.0, "dead_ms": 200.0, "delta_interval_ms": 10.0,
+        },
+        "models": MODELS,
+        "router": {"long_prompt_tokens": 1 << 20},
+        **sections,
+    }  # fmt: skip
+    if agent is not None:
+        base["agent"] = agent
+    return msgspec.convert(base, Config)
+
+
+class EventLog:
+    """Everything that crossed the bus, as one running hash."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._hash = hashlib.blake2b()
+
+    def tap(self, now_s: float, message: Message) -> None:
+        """Note one message."""
+        self.count += 1
+        headers = sorted((message.headers or {}).items())
+        self._hash.update(repr((round(now_s, 9), message.subject, message.reply, headers)).encode())
+        self._hash.update(message.data)
+
+    @property
+    def digest(self) -> str:
+        """The hash so far."""
+        return self._hash.hexdigest()
+
+
+class DirectBudget:
+    """The predictor's link budget, as a call."""
+
+    def __init__(self, coordinator: CoordinatorService) -> None:
+        self._coordinator = coordinator
+
+    async def ask(self, node: str, transfer_bytes: int, deadline_ms: float) -> Budget:
+        """As ``LinkBudget.ask``."""
+        return Budget(True)
+
+
+class VirtualFleet:
+    """Services by name. ``routers`` replicas share the queue group; ``sections`` go into every configuration."""
+
+    def __init__(self, seed: int, *, routers: int = 1, collectors: int = 1, **sections: Any) -> None:
+        self.log = EventLog()
+        self.broker = MemoryBroker(delay_s=0.0002, tap=self.log.tap)
+        self._random = random.Random(seed)
+        self._network = MemoryNetwork()
+        self._beats: list[Beat] = []
+        self.buses: dict[str, MemoryBus] = {}
+        self.services: dict[str, Service] = {}
+        shared = config(**sections)
+        known = catalogue.load(shared)
+        for number in range(collectors):
+            self._add(CollectorService, f"collector-{number}", shared)
+        for number in range(routers):
+            self._add(RouterService, f"router-{number}", shared)
+        coordinator = self._add(CoordinatorService, "coordinator-0", shared)
+        self._add(PredictorService, "predictor-0", shared, catalogue=known, budget=DirectBudget(coordinator))
+        self._add(AdminService, "admin-0", shared, catalogue=known)
+        for each in NODES:
+            self._add(
+                AgentService, each["node"], config(each, **sections),
+                beats=VirtualBeats(self._deliver, BEAT_S), mover=MemoryMover(self._network, f"{each['node']}:1"),
+            )  # fmt: skip
+        self.client = Client(self._bus("client"), "acme", source=self._seeded())
+
+    async def __aenter__(self) -> "VirtualFleet":
+        for service in self.services.values():
+            await service.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()
+        for service in reversed(list(self.services.values())):
+            await service.stop()
+
+    def router(self, number: int = 0) -> RouterService:
+        """A router replica."""
+        service = self.services[f"router-{number}"]
+        assert isinstance(service, RouterService)
+        return service
+
+    async def kill(self, name: str) -> None:
+        """End a service as a crash would: off the bus at once, nothing said."""
+        service = self.services.pop(name)
+        await self.buses[name].close()
+        await service.stop()
+
+    def _add(self, make: Callable[..., Any], instance: str, configured: Config, **more: Any) -> Any:
+        service = make(self._bus(instance), configured, instance=instance, random=self._seeded(), **more)
+        self.services[instance] = service
+        return service
+
+    def _bus(self, name: str) -> MemoryBus:
+        self.buses[name] = MemoryBus(self.broker)
+        return self.buses[name]
+
+    def _seeded(self) -> random.Random:
+        return random.Random(self._random.getrandbits(64))
+
+    def _deliver(self, beat: Beat) -> None:
+        for service in self.services.values():
+            if isinstance(service, CollectorService):
+                service.heard_beats([beat])
+
+
+async def all_of(*work: Awaitable[Any]) -> list[Any]:
+    """Results in order, as ``asyncio.gather``."""
+    import asyncio
+
+    return list(await asyncio.gather(*work))
