@@ -146,6 +146,11 @@ def fleet_delta() -> Topic[FleetDelta]:
     return Topic(f"{PREFIX}.fleet.delta", FleetDelta)
 
 
+def fleet_delta_raw() -> Topic[bytes]:
+    """The same, undecoded: a router that reads a ring has each delta already."""
+    return Topic(fleet_delta().subject, bytes)
+
+
 def fleet_snapshot() -> Topic[FleetSnapshot]:
     """The whole fleet."""
     return Topic(f"{PREFIX}.fleet.snapshot", FleetSnapshot)

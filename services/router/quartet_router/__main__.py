@@ -5,6 +5,7 @@ import random
 from quartet_bus.bus import Bus
 from quartet_bus.config.schema import Config
 from quartet_bus.process import run
+from quartet_router.edge import edges
 from quartet_router.service import RouterService
 
 
@@ -14,7 +15,7 @@ def _make(bus: Bus, config: Config, instance: str, random: random.Random) -> Rou
 
 def main() -> None:
     """Run until told to stop."""
-    run(_make)
+    run(_make, edges)
 
 
 if __name__ == "__main__":

@@ -343,7 +343,8 @@ class Desk:
         now_ms = self.now_ms()
         for half in cancel.halves:
             self._service.say(
-                subjects.worker_cancel(half.worker), Cancel(flight.id, flight.attempt, cancel.try_, cancel.reason, flight.tenant)
+                subjects.worker_cancel(half.worker),
+                Cancel(flight.id, flight.attempt, cancel.try_, cancel.reason, flight.tenant),
             )
             if not half.acked:
                 # The worker may never have heard of it, and then no event of its own ends the entry.

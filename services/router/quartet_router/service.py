@@ -2,7 +2,7 @@
 
 import importlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ from quartet_bus.messages import (
     Role,
     TransferReport,
 )
-from quartet_bus.service import Service
+from quartet_bus.service import UNREADABLE, Service
 from quartet_core import openai
 from quartet_core.fleet import WorkerFacts
 from quartet_core.lengths import OutputLengths
@@ -44,6 +44,8 @@ from quartet_router.figures import Figures
 from quartet_router.flight import Flights
 
 _json = msgspec.json.Encoder().encode
+_delta = msgspec.msgpack.Decoder(FleetDelta).decode
+_cancel = msgspec.msgpack.Decoder(Cancel).decode
 _HOLD_TICK_S = 0.005
 _SWEEP_TICK_S = 0.002
 
@@ -81,6 +83,8 @@ class RouterService(Service):
             max_workers=router.max_workers,
             without_prefill_worker=router.split_without_prefill_worker,
         )
+        self.ring_attached = False
+        """Whether deltas come from a ring, set by the edge that reads it."""
         self._figures = Figures(self.metrics)
         self._flights = Flights()
         self._lengths = OutputLengths()
@@ -103,7 +107,7 @@ class RouterService(Service):
         await super().start()
         await self.hear(subjects.inventory_all(), self._on_inventory)
         await self.hear(subjects.fleet_snapshot(), self._on_snapshot)
-        await self.hear(subjects.fleet_delta(), self._on_delta)
+        await self.hear_raw(subjects.fleet_delta_raw(), self._on_delta)
         await self.hear(subjects.affinity_all(), self._on_affinity)
         await self.hear(subjects.kv_links(), self._on_links)
         await self.hear(subjects.kv_failed(), self._on_kv_failed)
@@ -171,7 +175,11 @@ class RouterService(Service):
         return f"{self.instance}-{self.random.getrandbits(64):016x}"
 
     def _on_cancel(self, message: Message) -> None:
-        cancel = msgspec.msgpack.decode(message.data, type=Cancel)
+        try:
+            cancel = _cancel(message.data)
+        except UNREADABLE as error:
+            self._unreadable(subjects.cancel_raw().subject, message, error)
+            return
         tenant = subjects.text_of(message.subject, 1)
         for flight in self._flights.of_request(tenant, cancel.id, cancel.attempt):
             if cancel.try_ in (0, flight.dispatch.try_):
@@ -243,8 +251,19 @@ class RouterService(Service):
             self.log.error("worker cannot be routed to", problem=problem)
         self._desk.review_soon()
 
-    def _on_delta(self, message: FleetDelta) -> None:
-        self.feed.delta(message, self._desk.now_ms())
+    def _on_delta(self, message: Message) -> None:
+        if self.ring_attached:
+            return
+        try:
+            self.on_ring((message.data,))
+        except UNREADABLE as error:
+            self._unreadable(message.subject, message, error)
+
+    def on_ring(self, records: Sequence[bytes]) -> None:
+        """Take encoded deltas, from the ring of a collector on this host or from the bus."""
+        now_ms = self._desk.now_ms()
+        for record in records:
+            self.feed.delta(_delta(record), now_ms)
         self._desk.review_soon()
 
     def _on_snapshot(self, message: FleetSnapshot) -> None:
