@@ -11,15 +11,10 @@ from quartet_core.ladder import Sketch, sketch_text, sketch_tokens
 from quartet_core.lengths import OutputLengths
 from quartet_core.openai import Inference
 from quartet_core.plan import Ask
+from quartet_core.salt import salt_of
 from quartet_router.flight import Flight
 
 _DEFAULTS = ModelSection(spec="")
-
-
-def salt_of(tenant: str, name: str, model: ModelSection) -> bytes:
-    """What keeps prefixes apart that must not be shared: the tenant under isolation, and an adapter's name."""
-    parts = [tenant if model.isolation else "", name if model.base else ""]
-    return "\0".join(parts).encode() if any(parts) else b""
 
 
 class Arrivals:
@@ -40,7 +35,7 @@ class Arrivals:
     ) -> Flight:
         """The flight of a request. Raises ``Refused`` when it cannot be read. ``fresh`` names one that has no id."""
         section = self._config.models.get(model, _DEFAULTS)
-        salt = salt_of(tenant, model, section)
+        salt = salt_of(tenant, model, isolated=section.isolation, adapter=bool(section.base))
         sketched = headers.sketch is not None
         inference = openai.parse(message.data, prompt=not sketched)
         sketch = headers.sketch if headers.sketch is not None else _sketch(inference, salt)
