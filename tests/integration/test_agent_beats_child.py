@@ -33,10 +33,11 @@ def receiver(group: str | None = None) -> tuple[socket.socket, int]:
     return sock, sock.getsockname()[1]
 
 
-def hear(sock: socket.socket, until, keys=()) -> list[heartbeat.Beat]:
-    """Beats as they come, up to and with the first for which ``until`` holds."""
+def hear(sock: socket.socket, until, keys=(), tick=lambda: None) -> list[heartbeat.Beat]:
+    """Beats as they come, up to and with the first for which ``until`` holds; ``tick`` shows that the agent runs."""
     beats = []
     while True:
+        tick()
         beats.append(heartbeat.decode(sock.recv(2048), keys))
         if until(beats[-1]):
             return beats
@@ -66,10 +67,10 @@ def test_beats_arrive_in_sequence_and_follow_the_words(group):
     try:
         first = [BeatWorker(0, 11, 0x80001 | ACCEPTING), BeatWorker(1, 12, 5 | ACCEPTING)]
         beats.publish(first)
-        heard = hear(sock, lambda beat: beat.workers == tuple(first))
+        heard = hear(sock, lambda beat: beat.workers == tuple(first), tick=beats.tick)
         beats.publish([BeatWorker(0, 11, 2 | ACCEPTING), first[1]])
         said_from = beats.sequence + 1
-        heard += hear(sock, lambda beat: beat.sequence >= said_from + 200)
+        heard += hear(sock, lambda beat: beat.sequence >= said_from + 200, tick=beats.tick)
     finally:
         beats.stop()
         sock.close()

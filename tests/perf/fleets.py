@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from quartet_core import catalogue
-from quartet_core.ladder import sketch_tokens
+from quartet_core.affinity import rows_of
+from quartet_core.ladder import Sketch, rungs_within, sketch_tokens
 from quartet_core.linkbook import LinkBook
 from quartet_core.plan import Ask
 from quartet_core.policy.block_cost import BlockCost
@@ -22,6 +23,9 @@ POLICIES: dict[str, Any] = {
 }
 MODEL = "llama-3.1-8b"
 CLASSES = ("H100_SXM5", "L40S_PCIE", "L40S_PCIE", "L40S_PCIE")
+AFFINITY_ROWS, AFFINITY_HASHES = 1 << 17, 4
+SYSTEM_TOKENS = 1_536
+LEDGER_ENTRIES = 4  # of those a worker runs, how many this router knows of
 
 
 def facts(name: str, hardware: str, model: str = MODEL, *, tp: int = 1, **more: Any) -> Any:
@@ -45,46 +49,100 @@ def routing(workers: list[Any], **more: Any) -> Routing:
     known = catalogue.builtin()
     settings: dict[str, Any] = dict(
         policy="finish-time", links=LinkBook(500.0), long_context=("H100_SXM5",), long_prompt_tokens=1 << 20,
-        kappa=1.0, hold_ahead_chunks=2.0, affinity_rows=1 << 17, affinity_hashes=4, max_workers=20_000,
+        kappa=1.0, hold_ahead_chunks=2.0, affinity_rows=AFFINITY_ROWS, affinity_hashes=AFFINITY_HASHES,
+        max_workers=20_000,
     )  # fmt: skip
     settings.update(more)
-    made = Routing(lambda f: known.profile(f.hardware, f.model, f.precision, f.tp), POLICIES, **settings)
+    made = Routing(
+        lambda f: known.profile(f.hardware, f.model, f.precision, f.tp), known.hardware_class, POLICIES, **settings
+    )
     for start in range(0, len(workers), 8):
-        vacated, refused = made.learn(f"n{start // 8}", workers[start : start + 8], 0.0)
+        vacated, refused = made.learn(f"n{start // 8}", workers[start : start + 8], 0.0, {"RDMA_ROCE": 46.6})
         assert not vacated
         assert not refused
     return made
 
 
-def loaded(count: int, *, seed: int = 1, holders: int = 6, prompts: int = 200, prompt_tokens: int = 32_768) -> Any:
-    """(routing, prompt ids by number): ``count`` busy workers whose caches hold the given prompts in part."""
-    rng = random.Random(seed)
-    made = routing([facts(f"n{i // 8}-{i % 8}", CLASSES[i % len(CLASSES)]) for i in range(count)])
-    for i in range(count):
-        word = pack(
-            free_kv=free_kv_level(rng.uniform(0.2, 1.0)),
-            queue=queue_level(rng.expovariate(1 / 300.0)),
-            batch=batch_level(int(rng.uniform(0, 60))),
-            drift=drift_level(1.0 if rng.random() < 0.8 else rng.uniform(1.0, 1.5)),
-            accepting=rng.random() < 0.99,
-        )
-        made.hear(f"n{i // 8}-{i % 8}", 1, word, 1, 0, 0.0)
-    ids = [[rng.randrange(128_000) for _ in range(prompt_tokens)] for _ in range(prompts)]
-    from quartet_core.affinity import rows_of
+def loaded(
+    count: int, *, seed: int = 1, prompts: int = 1_000, prompt_tokens: int = 32_768
+) -> tuple[Routing, list[Sketch]]:
+    """A fleet of ``count`` busy workers with full caches, and requests that meet them as conversations do.
 
-    for tokens in ids:
-        rungs = sketch_tokens(tokens).rungs
-        for slot in rng.sample(range(count), min(holders, count)):
-            for rung in rungs[: rng.randrange(1, len(rungs) + 1)]:
-                made.affinity.turn_on(slot, rows_of(rung, 1 << 17, 4))
-    return made, ids
+    All prompts begin with one system prompt, which half of the fleet holds. Of each fifth is new, and the others go on
+    with a conversation that one or two workers hold nearly to its end, and up to three more as it was some turns ago.
+    The rest of every cache is other prompts: an eighth of a worker's filter rows is on, as by 4,400 rungs.
+    """
+    rng = random.Random(seed)
+    made = routing([facts(_name(i), CLASSES[i % len(CLASSES)]) for i in range(count)])
+    for slot in range(count):
+        _busy(made, slot, rng)
+    _fill_caches(made, count, rng)
+    # Rungs are hashes: random ones do as well as those of real text, and take no hashing of gigabytes.
+    system = tuple(rng.getrandbits(64) for _ in range(rungs_within(min(SYSTEM_TOKENS, prompt_tokens * 3 // 4))))
+    for slot in rng.sample(range(count), count // 2):
+        _cache(made, slot, system)
+    sketches = []
+    for number in range(prompts):
+        own = rungs_within(prompt_tokens) - len(system)
+        sketch = Sketch(system + tuple(rng.getrandbits(64) for _ in range(own)), prompt_tokens)
+        sketches.append(sketch)
+        if number % 5 == 0:
+            continue
+        newest, older = rng.randint(1, 2), rng.randint(0, 3)
+        for place, slot in enumerate(rng.sample(range(count), newest + older)):
+            share = rng.uniform(0.6, 1.0) if place < newest else rng.uniform(0.1, 0.6)
+            _cache(made, slot, sketch.rungs[: len(system) + round(own * share)])
+    return made, sketches
+
+
+def _name(number: int) -> str:
+    return f"n{number // 8}-{number % 8}"
+
+
+def _busy(made: Routing, slot: int, rng: random.Random) -> None:
+    """A word such as a busy worker sends, and some of its requests in the ledger."""
+    running = rng.randrange(8, 60)
+    word = pack(
+        free_kv=free_kv_level(rng.uniform(0.2, 1.0)),
+        queue=queue_level(rng.expovariate(1 / 300.0)),
+        batch=batch_level(running),
+        drift=drift_level(1.0 if rng.random() < 0.8 else rng.uniform(1.0, 1.5)),
+        accepting=rng.random() < 0.99,
+    )
+    for number in range(min(running, LEDGER_ENTRIES)):
+        key = ("bench", f"r{slot}-{number}", 1, _name(slot), 1)
+        made.opened(
+            key, slot, prefill_ms=rng.uniform(20.0, 400.0), tokens=rng.randrange(500, 12_000), decodes=True,
+            tpot_ms=rng.choice((30.0, 60.0, 100.0)), total_ms=20_000.0, now_ms=0.0,
+        )  # fmt: skip
+        made.accepted(key, 1, 0.0)
+        made.prefilled(key, 1, 0.0)
+    made.hear("c", _name(slot), 1, word, 1, 0, 0.0)
+
+
+def _fill_caches(made: Routing, count: int, rng: random.Random) -> None:
+    """Turn an eighth of all bits on. Row by row, past the table's own door: bit by bit it would take minutes."""
+    table = made.affinity
+    planes = table._planes
+    for row in range(AFFINITY_ROWS):
+        planes[row] |= rng.getrandbits(count) & rng.getrandbits(count) & rng.getrandbits(count)
+    table._touched |= (1 << count) - 1
+
+
+def _cache(made: Routing, slot: int, rungs: tuple[int, ...]) -> None:
+    made.affinity.turn_on(slot, [row for rung in rungs for row in rows_of(rung, AFFINITY_ROWS, AFFINITY_HASHES)])
+
+
+def ask_for(sketch: Sketch, **more: Any) -> Ask:
+    """A request whose sketch came with it."""
+    given: dict[str, Any] = dict(
+        model=MODEL, prompt_tokens=sketch.tokens, output_tokens=256.0, ttft_ms=2000.0, tpot_ms=60.0, sketch=sketch,
+        plans_split=False,
+    )  # fmt: skip
+    given.update(more)
+    return Ask(**given)
 
 
 def ask(tokens: list[int], **more: Any) -> Ask:
     """A request for ``tokens`` as a policy sees it."""
-    given: dict[str, Any] = dict(
-        model=MODEL, prompt_tokens=len(tokens), output_tokens=256.0, ttft_ms=2000.0, tpot_ms=60.0,
-        sketch=sketch_tokens(tokens), plans_split=False,
-    )  # fmt: skip
-    given.update(more)
-    return Ask(**given)
+    return ask_for(sketch_tokens(tokens), **more)

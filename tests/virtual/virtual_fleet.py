@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -154,10 +154,3 @@ class VirtualFleet:
         for service in self.services.values():
             if isinstance(service, CollectorService):
                 service.heard_beats([beat])
-
-
-async def all_of(*work: Awaitable[Any]) -> list[Any]:
-    """Results in order, as ``asyncio.gather``."""
-    import asyncio
-
-    return list(await asyncio.gather(*work))

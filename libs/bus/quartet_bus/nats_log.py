@@ -1,4 +1,7 @@
-"""Kept logs on JetStream."""
+"""Kept logs on JetStream.
+
+The broker files a message a moment after it took it, so a replay right after a publish may not have it yet.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import contextmanager

@@ -37,7 +37,7 @@ def test_libraries_that_we_do_not_use_are_not_loaded() -> None:
         "import sys, quartet_bus.process; print([m for m in ('aiohttp', 'rich', 'numpy', 'grpc') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
-    assert done.stdout.strip() == "set()"
+    assert done.stdout.strip() == "[]"
 
 
 def test_what_was_hidden_can_be_loaded_afterwards() -> None:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from contract.bus_contract import held
 
 from quartet_bus.config.schema import NatsSection
 from quartet_bus.memory import MAX_PAYLOAD_BYTES
@@ -48,13 +49,13 @@ async def test_started_again_it_has_the_same_address_and_its_logs(tmp_path: Path
     bus = await connect(NatsSection(url=url))
     await bus.keep(log)
     bus.publish("ends", b"kept")
-    await bus.flush()
+    await held(bus, log, "ends", b"kept")
     await bus.close()
     await server.stop()
     async with server:
         assert server.url == url
         bus = await connect(NatsSection(url=url))
-        assert [message.data async for message in bus.replay(log, "ends")] == [b"kept"]
+        assert [message.data for message in await held(bus, log, "ends", b"kept")] == [b"kept"]
         await bus.close()
 
 

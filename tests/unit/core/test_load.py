@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from quartet_core import catalogue
 from quartet_core.fleet import Kind
 from quartet_core.ledger import Belief
-from quartet_core.load import Cells, Load, LoadBoard, least_wait_ms
+from quartet_core.load import Cells, Load, LoadBoard
 from quartet_core.planes import slots
-from quartet_core.word import queue_level
 
 workers = st.dictionaries(st.integers(0, 40), st.tuples(st.integers(0, 63), st.integers(0, 63)), max_size=30)
 
@@ -53,9 +52,21 @@ def test_cells_are_empty_after_all_were_taken(placed):
     assert list(cells.staircase((1 << 41) - 1)) == []
 
 
-@given(st.floats(0, 200_000))
-def test_the_lower_bound_of_a_wait_level_is_none_above_a_wait(wait_ms):
-    assert least_wait_ms(queue_level(wait_ms)) <= wait_ms + 1e-9
+@given(workers, st.integers(0, (1 << 41) - 1), st.integers(0, (1 << 41) - 1), st.integers(0, 63))
+def test_workers_beside_the_mask_dominate_unseen_and_long_waits_are_left_out(placed, mask, beside, last):
+    cells = Cells()
+    for slot, (wait, burden) in placed.items():
+        cells.put(slot, wait, burden)
+    everybody = {slot: cell for slot, cell in placed.items() if (mask | beside) >> slot & 1}
+    expected = {
+        slot
+        for slot, cell in everybody.items()
+        if mask >> slot & 1
+        and cell[0] <= last
+        and not any(other != cell and other[0] <= cell[0] and other[1] <= cell[1] for other in everybody.values())
+    }
+    found = cells.staircase(mask, beside=beside, last_wait_level=last)
+    assert {slot for _, plane in found for slot in slots(plane)} == expected
 
 
 def kind(hardware="H100_SXM5"):

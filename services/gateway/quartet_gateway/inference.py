@@ -1,0 +1,172 @@
+"""``POST /v1/chat/completions`` and ``/v1/completions``: a body becomes a request on the bus, its chunks the answer."""
+
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+
+import msgspec
+from aiohttp import web
+
+from quartet_bus.bus import BusError, PayloadTooLarge
+from quartet_bus.client import Answer, InferError
+from quartet_core.openai import Endpoint, Refused, upstream
+from quartet_gateway.errors import broker_away, internal, too_large
+from quartet_gateway.exchange import Exchange, Outcome
+from quartet_gateway.passage import request_headers
+from quartet_gateway.prompt import read_inference, sketch_prompt
+from quartet_gateway.replies import EventStream, SlowClient, json_reply
+from quartet_gateway.service import GatewayService
+from quartet_gateway.streams import Seat
+
+_ROOM_FOR_HEADERS_BYTES = 64 * 1024
+"""What a message's headers and subject may take of the broker's payload limit."""
+
+
+SLOW_READER = "slow_reader"
+"""The code of the bus client's error for an answer that nobody takes."""
+
+
+class Completions:
+    """Answers both inference endpoints.
+
+    However an exchange ends (done, refused, timed out, client gone, gateway stopping), its ``Answer`` is closed, and
+    closing an unfinished one cancels the request on the bus.
+    """
+
+    def __init__(self, service: GatewayService) -> None:
+        self._service = service
+        self._settings = service.config.gateway
+
+    async def answer(self, exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
+        """The whole exchange. Raises ``Refused`` for what fails before the first byte; later it is an error event."""
+        events: EventStream | None = None
+        try:
+            async with self._service.streams.admit(self._settings.request_timeout_ms) as seat:
+                with _bus_errors_refused():
+                    answer = await self._ask(exchange, seat, endpoint)
+                    seat.release()
+                    async with aclosing(answer):
+                        if not exchange.streamed:
+                            return await self._whole(exchange, answer)
+                        first = await anext(answer, None)
+                        events = self._events(exchange)
+                        await self._relay(exchange, events, first, answer)
+                        _note_usage(exchange, answer)
+        except SlowClient as error:
+            self._drop(exchange, error)
+        except Refused as refused:
+            if events is None:
+                raise
+            if refused.body.code == SLOW_READER:  # the bus client ran full first, for the same reason
+                self._drop(exchange, refused)
+            else:
+                await self._fail(exchange, events, refused)
+        except ConnectionError:
+            raise
+        except Exception:
+            if events is None:
+                raise
+            self._service.log.exception("stream failed", request=exchange.request_id)
+            await self._fail(exchange, events, internal())
+        assert events is not None
+        return events.reply
+
+    async def _ask(self, exchange: Exchange, seat: Seat, endpoint: Endpoint) -> Answer:
+        """Publish the request, and return when its answer begins."""
+        service, settings = self._service, self._settings
+        headers = request_headers(exchange.request.headers, exchange.request_id)
+        body = await exchange.read_body(
+            seat,
+            limit_bytes=min(settings.max_body_bytes, service.bus.max_payload_bytes - _ROOM_FOR_HEADERS_BYTES),
+            timeout_ms=settings.body_timeout_ms,
+        )
+        inference = await read_inference(body, endpoint)
+        model = inference.model or ""
+        service.models.check(model)
+        exchange.model = model
+        exchange.streamed = inference.stream
+        prompt = await sketch_prompt(inference, exchange.tenant, model, service.models.section(model))
+        exchange.prompt_tokens = prompt.tokens
+        if not prompt.exact:
+            service.counts.inexact_sketches.labels(model).inc()
+        left_ms = settings.request_timeout_ms - (service.now_ns() - exchange.started_ns) // 1_000_000
+        headers = msgspec.structs.replace(
+            headers,
+            sketch=prompt.sketch,
+            prompt_tokens=prompt.tokens,
+            deadline_ms=max(1, min(headers.deadline_ms or left_ms, left_ms)),
+        )
+        return await service.client(exchange.tenant).infer(model, body, headers=headers, via_gateway=True)
+
+    async def _whole(self, exchange: Exchange, answer: Answer) -> web.StreamResponse:
+        chunks = [chunk async for chunk in answer]
+        if len(chunks) != 1:
+            raise upstream(f"The worker answered with {len(chunks)} JSON objects instead of one.", "bad_answer")
+        exchange.first_byte_ns = self._service.now_ns()
+        exchange.sent_bytes = len(chunks[0])
+        exchange.outcome = Outcome.OK
+        _note_usage(exchange, answer)
+        return json_reply(chunks[0], exchange.request_id)
+
+    def _events(self, exchange: Exchange) -> EventStream:
+        return EventStream(
+            exchange.request,
+            exchange.request_id,
+            limit_bytes=self._settings.slow_client_bytes,
+            patience_ms=self._settings.slow_client_ms,
+        )
+
+    async def _relay(self, exchange: Exchange, events: EventStream, first: bytes | None, answer: Answer) -> None:
+        exchange.first_byte_ns = self._service.now_ns()
+        exchange.status = events.reply.status
+        try:
+            await events.begin()
+            if first is not None:
+                await events.chunk(first)
+                async for chunk in answer:
+                    await events.chunk(chunk)
+            await events.done()
+            exchange.outcome = Outcome.OK
+        finally:
+            exchange.sent_bytes = events.sent_bytes
+
+    async def _fail(self, exchange: Exchange, events: EventStream, refused: Refused) -> None:
+        exchange.failed(refused)
+        self._service.counts.failed_streams.labels(exchange.code).inc()
+        try:
+            await events.error(refused)
+        except SlowClient as error:
+            self._drop(exchange, error)
+        exchange.sent_bytes = events.sent_bytes
+
+    def _drop(self, exchange: Exchange, error: Exception) -> None:
+        """End the connection of a client that does not read: whatever else we wrote would only wait as well."""
+        exchange.outcome = Outcome.SLOW_CLIENT
+        self._service.counts.slow_clients.inc()
+        self._service.log.warning("slow client dropped", request=exchange.request_id, error=str(error))
+        transport = exchange.request.transport
+        if transport is not None:
+            transport.abort()
+
+
+def _note_usage(exchange: Exchange, answer: Answer) -> None:
+    """Take the worker's own counts for the log, where it gave any."""
+    end = answer.end
+    if end is not None:
+        exchange.prompt_tokens = end.prompt_tokens or exchange.prompt_tokens
+        exchange.cached_tokens = end.cached_tokens
+        exchange.output_tokens = end.output_tokens
+
+
+@contextmanager
+def _bus_errors_refused() -> Iterator[None]:
+    """Turn what the bus and its client raise into the error that the caller gets."""
+    try:
+        yield
+    except InferError as error:
+        refused = Refused(error.status, error.body.message, kind=error.body.type, retry_after_s=error.retry_after_s)
+        refused.body = error.body
+        raise refused from None
+    except PayloadTooLarge as error:
+        raise too_large(error.limit_bytes) from None
+    except BusError:
+        raise broker_away() from None

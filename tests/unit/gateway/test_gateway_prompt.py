@@ -1,0 +1,107 @@
+import json
+import threading
+
+import pytest
+
+from quartet_bus.config.schema import ModelSection
+from quartet_core import openai
+from quartet_core.ladder import sketch_text, sketch_tokens
+from quartet_core.openai import Endpoint, Refused
+from quartet_core.salt import salt_of
+from quartet_gateway.prompt import THREAD_FROM_BYTES, read_inference, sketch_prompt
+
+TEXT = ModelSection(spec="s")
+TOKENS = ModelSection(spec="s", sketch="tokens")
+
+
+def chat(content: str, **fields: object) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], **fields}).encode()
+
+
+async def refusal(body: bytes, endpoint: Endpoint) -> tuple[int, str | None]:
+    with pytest.raises(Refused) as refused:
+        await read_inference(body, endpoint)
+    return refused.value.status, refused.value.body.param
+
+
+async def test_a_body_is_read_for_its_own_endpoint_only():
+    assert (await read_inference(chat("hello"), Endpoint.CHAT)).model == "m"
+    assert await refusal(chat("hello"), Endpoint.COMPLETIONS) == (400, "prompt")
+    assert await refusal(b'{"model": "m", "prompt": "hello"}', Endpoint.CHAT) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b"", None),
+        (b"[]", None),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', "model"),
+        (b'{"model": "", "messages": [{"role": "user", "content": "x"}]}', "model"),
+        (b'{"model": "m"}', "messages"),
+        (b'{"model": "m", "messages": []}', "messages"),
+        (chat("x", stream="yes"), "stream"),
+        (chat("x", max_tokens=0), "max_tokens"),
+    ],
+)
+async def test_a_wrong_body_is_400_and_names_the_field(body, field):
+    assert await refusal(body, Endpoint.CHAT) == (400, field)
+
+
+async def test_text_is_sketched_as_text_and_ids_as_ids():
+    inference = openai.parse(chat("x" * 4000))
+    prompt = await sketch_prompt(inference, "t", "m", TEXT)
+    assert prompt.sketch == sketch_text(inference.prompt_text)
+    assert prompt.tokens == inference.prompt_tokens
+    assert prompt.exact
+    ids = list(range(500))
+    prompt = await sketch_prompt(openai.parse(json.dumps({"model": "m", "prompt": ids}).encode()), "t", "m", TOKENS)
+    assert prompt.sketch == sketch_tokens(ids)
+    assert prompt.tokens == 500
+    assert prompt.exact
+
+
+async def test_text_for_a_model_that_wants_tokens_is_marked_inexact():
+    assert not (await sketch_prompt(openai.parse(chat("x" * 4000)), "t", "m", TOKENS)).exact
+
+
+async def test_isolated_tenants_and_adapters_share_no_rung():
+    inference = openai.parse(chat("x" * 4000))
+    isolated = ModelSection(spec="s", isolation=True)
+    adapter = ModelSection(spec="s", base="b")
+    sketches = [
+        (await sketch_prompt(inference, tenant, model, section)).sketch
+        for tenant, model, section in (
+            ("t1", "m", TEXT),
+            ("t1", "m", isolated),
+            ("t2", "m", isolated),
+            ("t1", "a", adapter),
+        )
+    ]
+    rungs = [rung for sketch in sketches for rung in sketch.rungs]
+    assert len(set(rungs)) == len(rungs)
+    assert sketches[0] == (await sketch_prompt(inference, "t2", "m", TEXT)).sketch
+
+
+def test_the_salt_is_empty_exactly_when_everything_may_be_shared():
+    assert salt_of("t", "m", isolated=False, adapter=False) == b""
+    salts = [
+        salt_of("t", "m", isolated=True, adapter=False),
+        salt_of("t", "m", isolated=False, adapter=True),
+        salt_of("t", "m", isolated=True, adapter=True),
+        salt_of("m", "t", isolated=True, adapter=True),
+    ]
+    assert len({*salts, b""}) == 5
+
+
+async def test_long_bodies_are_read_in_a_thread_and_short_ones_are_not(monkeypatch):
+    where = []
+
+    def parse(body: bytes) -> openai.Inference:
+        where.append(threading.current_thread() is threading.main_thread())
+        return original(body)
+
+    original = openai.parse
+    monkeypatch.setattr(openai, "parse", parse)
+    await read_inference(chat("x"), Endpoint.CHAT)
+    await read_inference(chat("x" * THREAD_FROM_BYTES), Endpoint.CHAT)
+    assert where == [True, False]
