@@ -22,12 +22,13 @@ up: $(READY) ## the same fleet, left running until Ctrl-C (ARGS="--ports any")
 test: $(READY) ## all tests (ARGS goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
-check: $(READY) ## lint, format, strict types, import rules, fitted profiles
+check: $(READY) ## lint, format, strict types, import rules, fitted profiles, the map
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m quartet_sim.fit --check
+	$(BIN)/python docs/map.py --check
 
 bench: $(READY) ## measured figures, one JSON line each (ONLY=decision)
 	@$(BIN)/python tests/perf/run.py $(ONLY)

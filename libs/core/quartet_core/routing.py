@@ -44,10 +44,22 @@ class Routing:
     """
 
     def __init__(
-        self, profile_of: ProfileOf, hardware_of: Callable[[str], HardwareClass], policies: Mapping[str, PolicyOf], *, policy: str, links: LinkBook,
-        long_context: Sequence[str], long_prompt_tokens: int, kappa: float, hold_ahead_chunks: float,
-        affinity_rows: int, affinity_hashes: int, max_workers: int, without_prefill_worker: str = "whole",
-    ) -> None:  # fmt: skip
+        self,
+        profile_of: ProfileOf,
+        hardware_of: Callable[[str], HardwareClass],
+        policies: Mapping[str, PolicyOf],
+        *,
+        policy: str,
+        links: LinkBook,
+        long_context: Sequence[str],
+        long_prompt_tokens: int,
+        kappa: float,
+        hold_ahead_chunks: float,
+        affinity_rows: int,
+        affinity_hashes: int,
+        max_workers: int,
+        without_prefill_worker: str = "whole",
+    ) -> None:
         self.fleet = Fleet(
             profile_of,
             hardware_of,

@@ -73,7 +73,8 @@ def kind(hardware="H100_SXM5"):
     profile = catalogue.builtin().profile(hardware, "llama-3.1-8b", "fp8", 1)
     return Kind(
         index=0, hardware=hardware, model="m", precision="fp8", tp=1, profile=profile, kv_tokens=400_000,
-        max_context=131_072, max_batch=256, chunk_tokens=2048, layout=None, long_context=True, facts=None, ahead_ms=70.0,
+        max_context=131_072, max_batch=256, chunk_tokens=2048, layout=None, long_context=True, facts=None,
+        ahead_ms=70.0,
     )  # fmt: skip
 
 

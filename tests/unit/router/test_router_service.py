@@ -503,7 +503,7 @@ def test_explain_tells_the_candidates_and_the_plans_of_a_request():
 
 
 def test_a_policy_path_that_is_none_stops_the_router_at_start():
-    with pytest.raises(ConfigError, match="router.policies"):
+    with pytest.raises(ConfigError, match=r"router\.policies"):
         RouterService(
             MemoryBus(MemoryBroker()), config(policies=("nowhere:Policy",)), instance="r", random=random.Random(1)
         )
