@@ -1,0 +1,1 @@
+"""A whole fleet on this machine: every service a process of its own, started as it would be deployed."""
