@@ -63,20 +63,24 @@ def routing(workers: list[Any], **more: Any) -> Routing:
     return made
 
 
-def loaded(
-    count: int, *, seed: int = 1, prompts: int = 1_000, prompt_tokens: int = 32_768
-) -> tuple[Routing, list[Sketch]]:
-    """A fleet of ``count`` busy workers with full caches, and requests that meet them as conversations do.
-
-    All prompts begin with one system prompt, which half of the fleet holds. Of each fifth is new, and the others go on
-    with a conversation that one or two workers hold nearly to its end, and up to three more as it was some turns ago.
-    The rest of every cache is other prompts: an eighth of a worker's filter rows is on, as by 4,400 rungs.
-    """
+def loaded(count: int, *, seed: int = 1) -> Routing:
+    """A fleet of ``count`` busy workers with full caches: an eighth of each filter is on, as by 4,400 rungs."""
     rng = random.Random(seed)
     made = routing([facts(_name(i), CLASSES[i % len(CLASSES)]) for i in range(count)])
     for slot in range(count):
         _busy(made, slot, rng)
     _fill_caches(made, count, rng)
+    return made
+
+
+def conversations(made: Routing, prompts: int, prompt_tokens: int, *, seed: int = 2) -> list[Sketch]:
+    """Prompts that meet the fleet as conversations do.
+
+    All begin with one system prompt, which half of the fleet holds. A fifth are new; the others go on with a
+    conversation that one or two workers hold nearly to its end, and up to three more as it was some turns ago.
+    """
+    rng = random.Random(seed + prompt_tokens)
+    count = len(made.fleet)
     # Rungs are hashes: random ones do as well as those of real text, and take no hashing of gigabytes.
     system = tuple(rng.getrandbits(64) for _ in range(rungs_within(min(SYSTEM_TOKENS, prompt_tokens * 3 // 4))))
     for slot in rng.sample(range(count), count // 2):
@@ -92,24 +96,27 @@ def loaded(
         for place, slot in enumerate(rng.sample(range(count), newest + older)):
             share = rng.uniform(0.6, 1.0) if place < newest else rng.uniform(0.1, 0.6)
             _cache(made, slot, sketch.rungs[: len(system) + round(own * share)])
-    return made, sketches
+    return sketches
 
 
 def _name(number: int) -> str:
     return f"n{number // 8}-{number % 8}"
 
 
-def _busy(made: Routing, slot: int, rng: random.Random) -> None:
-    """A word such as a busy worker sends, and some of its requests in the ledger."""
-    running = rng.randrange(8, 60)
-    word = pack(
+def busy_word(rng: random.Random) -> int:
+    """A word such as a busy worker sends."""
+    return pack(
         free_kv=free_kv_level(rng.uniform(0.2, 1.0)),
         queue=queue_level(rng.expovariate(1 / 300.0)),
-        batch=batch_level(running),
+        batch=batch_level(rng.randrange(8, 60)),
         drift=drift_level(1.0 if rng.random() < 0.8 else rng.uniform(1.0, 1.5)),
         accepting=rng.random() < 0.99,
     )
-    for number in range(min(running, LEDGER_ENTRIES)):
+
+
+def _busy(made: Routing, slot: int, rng: random.Random) -> None:
+    """A word such as a busy worker sends, and some of its requests in the ledger."""
+    for number in range(LEDGER_ENTRIES):
         key = ("bench", f"r{slot}-{number}", 1, _name(slot), 1)
         made.opened(
             key, slot, prefill_ms=rng.uniform(20.0, 400.0), tokens=rng.randrange(500, 12_000), decodes=True,
@@ -117,12 +124,13 @@ def _busy(made: Routing, slot: int, rng: random.Random) -> None:
         )  # fmt: skip
         made.accepted(key, 1, 0.0)
         made.prefilled(key, 1, 0.0)
-    made.hear("c", _name(slot), 1, word, 1, 0, 0.0)
+    made.hear("c", _name(slot), 1, busy_word(rng), 1, 0, 0.0)
 
 
 def _fill_caches(made: Routing, count: int, rng: random.Random) -> None:
     """Turn an eighth of all bits on. Row by row, past the table's own door: bit by bit it would take minutes."""
     table = made.affinity
+    table._widen(count - 1)
     planes = table._planes
     for row in range(AFFINITY_ROWS):
         planes[row] |= rng.getrandbits(count) & rng.getrandbits(count) & rng.getrandbits(count)

@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from virtual.trace_run import run
 
 from quartet_bus.loop import run_virtual
 from quartet_bus.messages import Phase, Role
-from virtual.trace_run import run
 
 SEED = 7
 

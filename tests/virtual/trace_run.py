@@ -4,6 +4,7 @@ import asyncio
 import sys
 
 import msgspec
+from virtual.virtual_fleet import VirtualFleet
 
 from quartet_bus.client import InferError
 from quartet_bus.loop import run_virtual
@@ -11,7 +12,6 @@ from quartet_bus.messages import RequestEvent
 from quartet_bus.subjects import request_events
 from quartet_sim.prompts import completion_body
 from quartet_sim.traces import azure_conversation, mooncake_conversation, sped_up, window
-from virtual.virtual_fleet import VirtualFleet
 
 
 def load(count):

@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -90,9 +90,20 @@ class DirectBudget:
 
 
 class VirtualFleet:
-    """Services by name. ``routers`` replicas share the queue group; ``sections`` go into every configuration."""
+    """Services by name. ``routers`` replicas share the queue group; ``sections`` go into every configuration.
 
-    def __init__(self, seed: int, *, routers: int = 1, collectors: int = 1, **sections: Any) -> None:
+    ``nodes`` are the hosts, each as ``[agent]`` has it.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        routers: int = 1,
+        collectors: int = 1,
+        nodes: Sequence[dict[str, Any]] = NODES,
+        **sections: Any,
+    ) -> None:
         self.log = EventLog()
         self.broker = MemoryBroker(delay_s=0.0002, tap=self.log.tap)
         self._random = random.Random(seed)
@@ -109,7 +120,7 @@ class VirtualFleet:
         coordinator = self._add(CoordinatorService, "coordinator-0", shared)
         self._add(PredictorService, "predictor-0", shared, catalogue=known, budget=DirectBudget(coordinator))
         self._add(AdminService, "admin-0", shared, catalogue=known)
-        for each in NODES:
+        for each in nodes:
             self._add(
                 AgentService, each["node"], config(each, **sections),
                 beats=VirtualBeats(self._deliver, BEAT_S), mover=MemoryMover(self._network, f"{each['node']}:1"),

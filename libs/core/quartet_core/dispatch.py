@@ -65,7 +65,7 @@ Action = Send | Cancel | Fail | Close
 class Dispatch:
     """The state machine of one (request, attempt). Methods take an event and return what to do, in order."""
 
-    __slots__ = ("decode", "max_tries", "plan", "prefill", "stage", "tried", "try_")
+    __slots__ = ("decode", "lender", "max_tries", "plan", "prefill", "stage", "tried", "try_")
 
     def __init__(self, max_tries: int) -> None:
         self.max_tries = max_tries
@@ -75,23 +75,33 @@ class Dispatch:
         self.plan: Plan | None = None
         self.prefill: Half | None = None
         self.decode: Half | None = None
+        self.lender: Half | None = None
+        """Who lends a cached prefix to the current try. Whatever becomes of it changes nothing: the other computes."""
 
     @property
     def halves(self) -> tuple[Half, ...]:
-        """The workers of the current try: one, or prefill and decode."""
+        """The workers that the current try needs: one, or prefill and decode."""
         return tuple(half for half in (self.prefill, self.decode) if half is not None)
+
+    @property
+    def involved(self) -> tuple[Half, ...]:
+        """All workers of the current try, the lender among them."""
+        return self.halves if self.lender is None else (*self.halves, self.lender)
 
     def held(self) -> None:
         """The request waits at the router."""
         self.stage = Stage.HELD
 
-    def sent(self, plan: Plan, decode: Half, prefill: Half | None) -> int:
-        """A try goes out; return its number. ``prefill`` is None unless the plan is split."""
+    def sent(self, plan: Plan, decode: Half, prefill: Half | None, lender: Half | None = None) -> int:
+        """A try goes out; return its number. ``prefill`` is None unless the plan is split, ``lender`` unless it fetches.
+
+        A lender counts as tried: what it was sent of this request may not have ended there when the next try goes out.
+        """
         self.try_ += 1
         self.stage = Stage.SENT
         self.plan = plan
-        self.decode, self.prefill = decode, prefill
-        self.tried += tuple(half.worker for half in self.halves)
+        self.decode, self.prefill, self.lender = decode, prefill, lender
+        self.tried += tuple(half.worker for half in self.involved)
         return self.try_
 
     def accepted(self, worker: str, try_: int) -> list[Action]:
@@ -109,6 +119,8 @@ class Dispatch:
         if half is None:
             return []
         half.ended = True
+        if half is self.lender:
+            return []
         return self._again(f"worker {worker} refused: {reason}", "refused")
 
     def ack_due(self, try_: int) -> list[Action]:
@@ -117,6 +129,12 @@ class Dispatch:
             return []
         silent = ", ".join(half.worker for half in self.halves if not half.acked)
         return self._again(f"no answer from {silent}", "ack_timeout")
+
+    def first_token_due(self, try_: int) -> list[Action]:
+        """Try ``try_``, a trial of a resting worker, had the time it was given for its first token."""
+        if try_ != self.try_ or self.stage not in (Stage.SENT, Stage.ACCEPTED):
+            return []
+        return self._again("no first token from a worker on trial", "trial_failed")
 
     def first_token(self, try_: int) -> list[Action]:
         """The client hears tokens of try ``try_``: from now on nothing is retried."""
@@ -135,8 +153,8 @@ class Dispatch:
         return self._over([Cancel(self.try_, self._live(), "peer_ended")] if self._live() else [])
 
     def transfer_failed(self, try_: int, detail: str) -> list[Action]:
-        """The KV of a split did not arrive."""
-        if try_ != self.try_ or self.stage in (Stage.OVER, Stage.HELD):
+        """KV did not arrive. A split cannot go on without it; a run that fetches a prefix computes it instead."""
+        if try_ != self.try_ or self.stage in (Stage.OVER, Stage.HELD) or self.lender is not None:
             return []
         return self._again(f"KV transfer failed: {detail}", "transfer_failed")
 
@@ -146,7 +164,7 @@ class Dispatch:
         if half is None or half.ended:
             return []
         half.ended = True
-        if self.stage is Stage.STREAMING and half is self.prefill:
+        if half is self.lender or (self.stage is Stage.STREAMING and half is self.prefill):
             return []
         return self._again(f"worker {worker} was lost", "worker_lost")
 
@@ -171,7 +189,7 @@ class Dispatch:
             return self._over([*ends, Fail(openai.upstream(f"The answer was cut off: {why}.", code))])
         if self.try_ >= self.max_tries:
             return self._over([*ends, Fail(openai.upstream(f"Gave up after {self.try_} tries: {why}.", code))])
-        self.prefill = self.decode = None
+        self.prefill = self.decode = self.lender = None
         self.stage = Stage.NEW
         return [*ends, Send(self.tried)]
 
@@ -182,10 +200,10 @@ class Dispatch:
     def _half(self, worker: str, try_: int) -> Half | None:
         if try_ != self.try_ or self.stage in (Stage.OVER, Stage.HELD):
             return None
-        for half in self.halves:
+        for half in self.involved:
             if half.worker == worker:
                 return half
         return None
 
     def _live(self) -> tuple[Half, ...]:
-        return tuple(half for half in self.halves if not half.ended)
+        return tuple(half for half in self.involved if not half.ended)

@@ -5,7 +5,6 @@ tells workers of a kind apart is their quantized state. Slots are private to the
 after the affinity column of their last owner was swept.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -262,7 +261,8 @@ class Fleet:
     def accepting(self) -> int:
         """Workers that take work: accepting, without an engine fault, and not so slow that no plan survives."""
         levels = self.planes.levels
-        return levels("accepting")[1] & levels("fault")[0] & ~levels("drift")[DRIFT_UNUSABLE_LEVEL]
+        sound = levels("accepting")[1] & levels("fault")[0]
+        return sound ^ (sound & levels("drift")[DRIFT_UNUSABLE_LEVEL])
 
     @property
     def strained(self) -> int:
@@ -376,8 +376,3 @@ class Fleet:
         self.prefills = self.prefills | bit if fact.role != "decode" else self.prefills & ~bit
         self.decodes = self.decodes | bit if fact.role != "prefill" else self.decodes & ~bit
         self.open = self.open & ~bit if fact.cordoned else self.open | bit
-
-
-def free_kv_needed(kind: Kind, tokens: int) -> float:
-    """The share of a worker's KV memory that ``tokens`` take; ``math.inf`` when it has none."""
-    return tokens / kind.kv_tokens if kind.kv_tokens else math.inf

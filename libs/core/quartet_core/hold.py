@@ -1,6 +1,7 @@
 """The hold queue: requests that wait at the router because a better worker frees soon.
 
-Earliest deadline first within a priority. A hold always ends: by a dispatch, at its ``until_ms``, or by a cancel. The
+Earliest deadline first within a priority, and in the order of arrival among equals, however often a request is taken
+out, looked at and put back. A hold always ends: by a dispatch, at its ``until_ms``, or by a cancel. The
 deadline is absolute, so a request gains rank as it ages. Bounded in requests and bytes.
 """
 
@@ -11,7 +12,7 @@ from msgspec import Struct
 
 
 class Held(Struct, order=True):
-    """A held request. ``rank`` orders; ``body_bytes`` is what it costs to keep."""
+    """A held request. ``rank`` orders; ``body_bytes`` is what it costs to keep, ``work_ms`` what it will cost to run."""
 
     rank: tuple[int, float, int]
     key: tuple[str, str, int]
@@ -19,6 +20,7 @@ class Held(Struct, order=True):
     since_ms: float
     until_ms: float
     body_bytes: int
+    work_ms: float
 
 
 class HoldQueue:
@@ -30,7 +32,7 @@ class HoldQueue:
         self._by_model: dict[str, list[Held]] = {}
         self._by_key: dict[tuple[str, str, int], Held] = {}
         self._until: list[tuple[float, tuple[str, str, int]]] = []
-        self._count = 0
+        self._backlog_ms: dict[str, float] = {}
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -40,19 +42,26 @@ class HoldQueue:
         return key in self._by_key
 
     def put(
-        self, key: tuple[str, str, int], model: str, *, priority: int, deadline_ms: float, now_ms: float,
-        until_ms: float, body_bytes: int,
+        self, key: tuple[str, str, int], model: str, *, priority: int, deadline_ms: float, arrival: int, now_ms: float,
+        until_ms: float, body_bytes: int, work_ms: float = 0.0,
     ) -> bool:  # fmt: skip
-        """Hold a request; return False when there is no room, or it is held already."""
+        """Hold a request; return False when there is no room, or it is held already.
+
+        ``arrival`` numbers the caller's requests, each with a number of its own. ``work_ms`` is its predicted prefill.
+        """
         if key in self._by_key or len(self) >= self._max_requests or self.bytes + body_bytes > self._max_bytes:
             return False
-        self._count += 1
-        held = Held((-priority, deadline_ms, self._count), key, model, now_ms, until_ms, body_bytes)
+        self._backlog_ms[key[0]] = self._backlog_ms.get(key[0], 0.0) + work_ms
+        held = Held((-priority, deadline_ms, arrival), key, model, now_ms, until_ms, body_bytes, work_ms)
         insort(self._by_model.setdefault(model, []), held)
         insort(self._until, (until_ms, key))
         self._by_key[key] = held
         self.bytes += body_bytes
         return True
+
+    def backlog_ms(self, tenant: str) -> float:
+        """The predicted prefill that a tenant has waiting."""
+        return self._backlog_ms.get(tenant, 0.0)
 
     def take(self, key: tuple[str, str, int]) -> Held | None:
         """End a hold; None when it is not held."""
@@ -65,6 +74,11 @@ class HoldQueue:
             del self._by_model[held.model]
         del self._until[bisect_left(self._until, (held.until_ms, key))]
         self.bytes -= held.body_bytes
+        left_ms = self._backlog_ms.get(key[0], 0.0) - held.work_ms
+        if left_ms > 1e-6:
+            self._backlog_ms[key[0]] = left_ms
+        else:
+            self._backlog_ms.pop(key[0], None)
         return held
 
     def first(self, model: str, most: int) -> list[Held]:

@@ -241,12 +241,17 @@ class Ledger:
         queue_ms = min(max(prefill_ms, low), high) + more_ms
         few, many = w.batch_bounds(batch_level)
         batch = min(max(running, few), (many or math.inf) - 1) + more_running + queued
-        known = account.count
+        # Sequences of which only the word tells (this router is new, or a note was lost) are taken for typical ones: a
+        # worker must not seem lighter than its equals because one short request on it is known.
+        strangers = max(batch - account.count, 0.0)
+        sequences = (account.count + strangers) or 1.0
+        if not account.count:
+            strangers = sequences
         return Belief(
             max(queue_ms, 0.0),
             float(max(batch, 0)),
-            account.tokens / known if known else self._typical_context,
-            account.urgency / known if known else self._typical_urgency,
+            (account.tokens + strangers * self._typical_context) / sequences,
+            (account.urgency + strangers * self._typical_urgency) / sequences,
             self._phi(account, now_ms),
             account.reserved_ms,
         )

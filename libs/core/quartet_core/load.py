@@ -7,12 +7,13 @@ the cells' staircase: from the shortest wait on, only ever to a lower burden. Al
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final
 
 from quartet_core.fleet import Kind
 from quartet_core.ledger import Belief
-from quartet_core.word import queue_level, queue_ms
+from quartet_core.word import queue_level
 
 _LEVELS: Final = 64
 _BURDEN_FLOOR: Final = 0.02
@@ -29,7 +30,7 @@ class Load:
     """
 
     __slots__ = (
-        "batch", "burden_level", "context", "crowd", "drift", "harm", "phi", "queue_ms", "queued_tokens",
+        "batch", "burden_level", "context", "crowd", "drift", "harm", "kind", "phi", "queue_ms", "queued_tokens",
         "reserved_ms", "room", "step_ms", "tpot_ms", "wait_level", "wait_ms",
     )  # fmt: skip
 
@@ -39,6 +40,7 @@ class Load:
         step = profile.step_ms_at(batch, belief.context) if batch else 0.0
         following = profile.step_ms_at(batch + 1.0, belief.context)
         free_time = 1.0 - belief.phi
+        self.kind = kind
         self.batch = batch
         self.context = belief.context
         self.drift = drift
@@ -61,86 +63,93 @@ class Load:
 class Cells:
     """The workers of one kind by (wait level, burden level)."""
 
-    __slots__ = ("_burdens", "_planes", "_waits")
+    __slots__ = ("_lowest", "_of_burden", "_rows", "count")
 
     def __init__(self) -> None:
-        self._waits = 0  # bit l: some worker has wait level l
-        self._burdens = [0] * _LEVELS  # per wait level: the burden levels present
-        self._planes: dict[int, int] = {}
+        # Wait levels that have workers, lowest first: (wait level, its least burden level, its row), the row being
+        # (burden level, plane), lightest first. Walking them is the inner loop of every decision.
+        self._rows: list[tuple[int, int, list[tuple[int, int]]]] = []
+        self._of_burden = [0] * _LEVELS  # per burden level: the plane of its workers, whatever their wait
+        self._lowest = _LEVELS  # the least burden level of anybody
+        self.count = 0
+        """How many cells are occupied."""
 
     def put(self, slot: int, wait_level: int, burden_level: int) -> None:
         """Add a worker that is in no cell."""
-        cell = wait_level << 6 | burden_level
-        self._planes[cell] = self._planes.get(cell, 0) | 1 << slot
-        self._burdens[wait_level] |= 1 << burden_level
-        self._waits |= 1 << wait_level
+        bit = 1 << slot
+        self._of_burden[burden_level] |= bit
+        self._lowest = min(self._lowest, burden_level)
+        place = bisect_left(self._rows, (wait_level,))
+        if place == len(self._rows) or self._rows[place][0] != wait_level:
+            self._rows.insert(place, (wait_level, burden_level, []))
+        row = self._rows[place][2]
+        at = bisect_left(row, (burden_level,))
+        if at < len(row) and row[at][0] == burden_level:
+            row[at] = burden_level, row[at][1] | bit
+            return
+        row.insert(at, (burden_level, bit))
+        self._rows[place] = wait_level, row[0][0], row
+        self.count += 1
 
     def take(self, slot: int, wait_level: int, burden_level: int) -> None:
         """Remove a worker from the cell it is in."""
-        cell = wait_level << 6 | burden_level
-        plane = self._planes[cell] ^ 1 << slot
+        bit = 1 << slot
+        self._of_burden[burden_level] ^= bit
+        while self._lowest < _LEVELS and not self._of_burden[self._lowest]:
+            self._lowest += 1
+        place = bisect_left(self._rows, (wait_level,))
+        row = self._rows[place][2]
+        at = bisect_left(row, (burden_level,))
+        plane = row[at][1] ^ bit
         if plane:
-            self._planes[cell] = plane
+            row[at] = burden_level, plane
             return
-        del self._planes[cell]
-        self._burdens[wait_level] ^= 1 << burden_level
-        if not self._burdens[wait_level]:
-            self._waits ^= 1 << wait_level
+        del row[at]
+        self.count -= 1
+        if row:
+            self._rows[place] = wait_level, row[0][0], row
+        else:
+            del self._rows[place]
 
-    def staircase(self, mask: int) -> Iterator[tuple[int, int]]:
-        """The cells of ``mask`` that no other dominates: (wait level, plane), shortest wait first, burden falling."""
-        planes, burdens = self._planes, self._burdens
-        waits = self._waits
-        below = (1 << _LEVELS) - 1
-        while waits:
-            lowest = waits & -waits
-            waits ^= lowest
-            wait_level = lowest.bit_length() - 1
-            present = burdens[wait_level] & below
-            while present:
-                bit = present & -present
-                present ^= bit
-                plane = planes[wait_level << 6 | bit.bit_length() - 1] & mask
-                if plane:
-                    yield wait_level, plane
-                    below = bit - 1
+    def staircase(self, mask: int, *, beside: int = 0, last_wait_level: int = _LEVELS) -> list[tuple[int, int]]:
+        """The cells of ``mask`` that no other dominates: (wait level, plane), shortest wait first, burden falling.
+
+        Workers in ``beside`` dominate too, and are not returned. Waits above ``last_wait_level`` are not looked at.
+        """
+        everybody = mask | beside
+        lightest = self._lightest(everybody)
+        below = _LEVELS
+        found = []
+        for wait_level, least, row in self._rows:
+            if least >= below:
+                continue
+            if wait_level > last_wait_level:
+                break
+            for burden_level, plane in row:
+                if burden_level >= below:
                     break
-            if not below:
-                return
+                if plane & everybody:
+                    below = burden_level
+                    if part := plane & mask:
+                        found.append((wait_level, part))
+                    break
+            if below <= lightest:
+                break
+        return found
 
     def by_burden(self, mask: int) -> Iterator[int]:
         """The planes of ``mask`` by rising burden, whatever their wait: for work that does not queue for prefill."""
-        planes, burdens = self._planes, self._burdens
-        present = 0
-        waits = self._waits
-        levels: list[int] = []
-        while waits:
-            lowest = waits & -waits
-            waits ^= lowest
-            level = lowest.bit_length() - 1
-            levels.append(level)
-            present |= burdens[level]
-        while present:
-            bit = present & -present
-            present ^= bit
-            burden_level = bit.bit_length() - 1
-            plane = 0
-            for level in levels:
-                if burdens[level] & bit:
-                    plane |= planes[level << 6 | burden_level]
-            plane &= mask
-            if plane:
+        for whole in self._of_burden:
+            if plane := whole & mask:
                 yield plane
 
-    @property
-    def count(self) -> int:
-        """How many cells are occupied."""
-        return len(self._planes)
-
-
-def least_wait_ms(wait_level: int) -> float:
-    """A lower bound of the waits of a level: what the level below stands for."""
-    return queue_ms(wait_level - 1) if wait_level else 0.0
+    def _lightest(self, mask: int) -> int:
+        """The least burden level of ``mask``."""
+        of_burden = self._of_burden
+        for level in range(self._lowest, _LEVELS):
+            if of_burden[level] & mask:
+                return level
+        return _LEVELS
 
 
 class LoadBoard:

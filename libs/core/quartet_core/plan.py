@@ -12,7 +12,8 @@ class Ask(Struct):
 
     ``output_tokens`` is what the answer will probably have (learned mean, at most ``max_tokens``). ``ttft_ms`` and
     ``tpot_ms`` are its targets. ``waited_ms`` is how long it has been here. ``excluded`` is the plane of workers
-    already tried. ``plans_split`` says whether its halves may go to two workers.
+    already tried. ``plans_split`` says whether its halves may go to two workers, ``plans_fetch`` whether a cached prefix
+    may be moved to another worker.
     """
 
     model: str
@@ -24,6 +25,9 @@ class Ask(Struct):
     waited_ms: float = 0.0
     excluded: int = 0
     plans_split: bool = True
+    plans_fetch: bool = True
+    at_ms: float = 0.0
+    """When it is decided, on the router's clock."""
 
 
 class Reason(StrEnum):
@@ -32,8 +36,10 @@ class Reason(StrEnum):
     BEST = "best"
     ONLY_CANDIDATE = "only_candidate"
     SPLIT = "split"
+    FETCH = "fetch"
     HELD = "held"
     POLICY = "policy"
+    TRIAL = "trial"
     UNKNOWN_MODEL = "unknown_model"
     NO_WORKER = "no_worker"
     ALL_BUSY = "all_busy"
@@ -47,6 +53,10 @@ class Plan(Struct):
     ``prefill`` and ``decode`` are slots, equal unless the request is split. ``cached_tokens`` of the prompt are at
     ``prefill`` already. ``prefill_ms`` is predicted work on ``prefill``, ``ahead_ms`` the work before it there.
     ``cost`` is the policy's own figure: less is better.
+
+    A plan that fetches has a ``source``: the slot that lends the KV of the first ``fetched_tokens`` tokens, a whole
+    number of KV blocks; ``prefill_ms`` is then of the rest alone. ``fetch_wait_ms`` is how long it is worth waiting for:
+    what is ahead, and what computing the prefix would take.
     """
 
     prefill: int
@@ -60,6 +70,14 @@ class Plan(Struct):
     cost: float
     kv_bytes: int = 0
     kv_ms: float = 0.0
+    source: int = -1
+    fetched_tokens: int = 0
+    fetch_wait_ms: float = 0.0
+
+    @property
+    def fetches(self) -> bool:
+        """Whether a cached prefix is moved to the worker."""
+        return self.source >= 0
 
     @property
     def split(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from quartet_core.affinity import AffinityTable
+from quartet_core.breaker import Breakers
 from quartet_core.catalogue import HardwareClass
 from quartet_core.filters import Filters
 from quartet_core.fleet import Fleet, ProfileOf, WorkerFacts
@@ -23,6 +24,9 @@ _UNUSABLE_DRIFT = 10.0
 """Stands for "unusable" where a finite factor is needed; filters have taken such workers out."""
 
 _SWEEP_ROWS = 1024
+
+TRIAL_TOKENS = 2048
+"""The longest prompt that is sent to a resting worker to see whether it is back."""
 
 PolicyOf = Callable[[View], Policy]
 
@@ -40,7 +44,8 @@ class Routing:
     """The state and the rules of a router.
 
     ``policies`` by name; ``policy`` is the one in use. ``freed`` collects models of which a worker became able to take
-    held work since the caller last cleared it: the only change that can end a hold early.
+    held work since the caller last cleared it: the only change that can end a hold early. ``begin`` is the replica's
+    own number, see ``View``.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Routing:
         affinity_hashes: int,
         max_workers: int,
         without_prefill_worker: str = "whole",
+        begin: int = 0,
     ) -> None:
         self.fleet = Fleet(
             profile_of,
@@ -70,11 +76,12 @@ class Routing:
         self.affinity = AffinityTable(affinity_rows, affinity_hashes)
         self.ledger = Ledger()
         self.board = LoadBoard(kappa)
+        self.breakers = Breakers()
         self.links = links
         self._filters = Filters(self.fleet, self.affinity, long_prompt_tokens=long_prompt_tokens)
-        view = View(self.fleet, self.board, links, kappa=kappa)
+        view = View(self.fleet, self.board, links, kappa=kappa, begin=begin)
         self._policies = {name: make(view) for name, make in policies.items()}
-        self.policy = self._policy(policy)
+        self.policy = self.known(policy)
         self._whole_without_pair = without_prefill_worker == "whole"
         self.fallbacks = 0
         """Requests given whole to a worker whose role is one half only, for want of a pair."""
@@ -86,7 +93,18 @@ class Routing:
 
     def decide(self, ask: Ask) -> Decision:
         """What to do with a request now."""
-        candidates = self._filters.candidates(ask)
+        resting = self.breakers.open
+        if resting:
+            trial = self._trial(ask)
+            if trial is not None:
+                return trial
+            excluded, ask.excluded = ask.excluded, ask.excluded | resting
+            candidates = self._filters.candidates(ask)
+            ask.excluded = excluded
+            if isinstance(candidates, Reason):
+                candidates = self._filters.candidates(ask)  # rather a resting worker than none
+        else:
+            candidates = self._filters.candidates(ask)
         if isinstance(candidates, Reason):
             return Decision(reason=candidates)
         if not candidates.whole and not (candidates.prefill and ask.plans_split):
@@ -98,9 +116,32 @@ class Routing:
             self.fallbacks += 1
         return self.policy.choose(ask, candidates)
 
+    def _trial(self, ask: Ask) -> Decision | None:
+        """Send this request to a resting worker whose trial is due, if it is a small one that the worker could take."""
+        fleet = self.fleet
+        due = self.breakers.due(ask.at_ms) & fleet.serving.get(ask.model, 0) & ~ask.excluded
+        due &= (fleet.up | fleet.suspect | fleet.frozen) & fleet.accepting & fleet.open & fleet.prefills & fleet.decodes
+        if not due or ask.prompt_tokens > TRIAL_TOKENS:
+            return None
+        slot = (due & -due).bit_length() - 1
+        if ask.prompt_tokens + ask.output_tokens > min(fleet.at(slot).kind.max_context, fleet.at(slot).kind.kv_tokens):
+            return None
+        self.breakers.tried(slot, ask.at_ms)
+        plan = self.policy.whole_plan(ask, slot, 0, 0.0)
+        return Decision(reason=Reason.TRIAL, plan=plan, considered=(plan,))
+
+    def would(self, name: str, ask: Ask) -> Decision:
+        """What policy ``name`` would do with a request now. Nothing comes of it. Raises ``UnknownPolicy``."""
+        candidates = self._filters.candidates(ask)
+        if isinstance(candidates, Reason):
+            return Decision(reason=candidates)
+        if not candidates.whole:
+            return Decision(reason=Reason.NO_PREFILL_WORKER, left=candidates.left)
+        return self.known(name).choose(ask, candidates)
+
     def choose_policy(self, name: str) -> None:
         """Decide by another policy from now on. Raises ``UnknownPolicy``; then the old one stays."""
-        self.policy = self._policy(name)
+        self.policy = self.known(name)
 
     @property
     def policy_names(self) -> list[str]:
@@ -182,6 +223,11 @@ class Routing:
             self.affinity.forget(slot)
             self.refresh(slot, now_ms)
             return slot
+        told = self.fleet.verdict(slot)
+        if told == Verdict.FROZEN:
+            self.breakers.freeze(slot, now_ms)
+        elif before == Verdict.FROZEN:
+            self.breakers.thaw(slot)
         self.ledger.heard(slot, self.fleet.at(slot).beat)
         self.refresh(slot, now_ms)
         return None
@@ -220,6 +266,11 @@ class Routing:
         """Whether ``sweep`` has anything to do."""
         return bool(self.affinity.dirty or self._leaving)
 
+    def least_prefill_ms(self, ask: Ask) -> float:
+        """What the prompt would take on the quickest kind that serves the model, uncached; 0 without any."""
+        kinds = self.fleet.kinds_of.get(ask.model, ())
+        return min((kind.profile.prefill_ms(0, ask.prompt_tokens) for kind in kinds), default=0.0)
+
     def longest_context(self, model: str) -> int:
         """The longest prompt, in tokens, that any worker of a model takes."""
         plane = self.fleet.serving.get(model, 0)
@@ -228,6 +279,7 @@ class Routing:
     def _leave(self, slot: int) -> None:
         self.ledger.fence(slot)
         self.affinity.forget(slot)
+        self.breakers.drop(slot)
         self._able &= ~(1 << slot)
         self._leaving.append(slot)
 
@@ -238,7 +290,8 @@ class Routing:
     def _drift(self, slot: int) -> float:
         return min(drift_ratio(self.fleet.drift(slot)), _UNUSABLE_DRIFT)
 
-    def _policy(self, name: str) -> Policy:
+    def known(self, name: str) -> Policy:
+        """The policy of that name. Raises ``UnknownPolicy``."""
         policy = self._policies.get(name)
         if policy is None:
             raise UnknownPolicy(name, self.policy_names)

@@ -9,7 +9,7 @@ take a value that is not a number for the worst level, so that a broken sensor c
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from typing import Final
 
@@ -125,6 +125,11 @@ _FREE_KV: Final = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.10, 0.14, 0.19, 0.25, 0.
 def free_kv_level(fraction: float) -> int:
     """The level of a free share of KV memory, 0.0 to 1.0."""
     return bisect_right(_FREE_KV, fraction) - 1 if fraction > 0.0 else 0
+
+
+def free_kv_level_for(fraction: float) -> int:
+    """The lowest level that stands for at least ``fraction``, 0.0 to 1.0: who is there surely has so much."""
+    return bisect_left(_FREE_KV, fraction)
 
 
 def free_kv_fraction(level: int) -> float:

@@ -26,6 +26,7 @@ from quartet_core.hold import HoldQueue
 from quartet_core.openai import Refused
 from quartet_core.plan import Decision, Plan, Reason
 from quartet_core.routing import Routing
+from quartet_router.dryrun import DryRun
 from quartet_router.explain import Explanations
 from quartet_router.figures import Figures
 from quartet_router.flight import Flight, Flights
@@ -34,6 +35,9 @@ _REVIEWED = 16
 """Held requests of a model that one review decides anew, first ones first."""
 
 _RETRY_AFTER_S = 1.0
+
+_TRIAL_FACTOR, _TRIAL_MS = 2.0, 500.0
+"""A worker on trial gets so many times its predicted time to first token, plus so many ms; then another is asked."""
 
 
 class Desk:
@@ -50,6 +54,7 @@ class Desk:
         self._flights = flights
         self._explanations = explanations
         self._figures = figures
+        self.dry_run = DryRun(routing)
         self._transfers = 0
         self._review_due = False
         self.holds = HoldQueue(max_requests=config.router.hold_max_requests, max_bytes=config.router.hold_max_bytes)
@@ -61,13 +66,12 @@ class Desk:
     # From arrival to dispatch
 
     def take(self, flight: Flight) -> None:
-        """A new flight: send it, hold it, or refuse it."""
-        first = self.holds.first(flight.model, 1)
-        if first and not flight.no_hold and self._hold(flight, None):
-            # Others wait already: this one takes its place among them, earliest deadline first.
-            self._review(flight.model)
-            return
-        self._decide(flight)
+        """A new flight: send it, hold it, or refuse it.
+
+        One that would go to a worker for which others wait takes its place among them. Whoever waits for another
+        worker does not stand in its way.
+        """
+        self._decide(flight, behind_others=len(self.holds) > 0)
 
     def act(self, flight: Flight, actions: list[steps.Action]) -> None:
         """Carry out what a flight's state machine asks for."""
@@ -90,14 +94,17 @@ class Desk:
         self._say_event(flight, Phase.REJECTED, reason=error.body.code or error.body.type, code=error.status)
         self.act(flight, flight.dispatch.failed(error))
 
-    def _decide(self, flight: Flight) -> None:
+    def _decide(self, flight: Flight, *, behind_others: bool = False) -> None:
         now_ms = self.now_ms()
         if flight.deadline_at_ms and now_ms >= flight.deadline_at_ms:
             self.fail(flight, openai.late())
             return
         decision = self._decision(flight, now_ms)
         hold = decision.hold or decision.reason is Reason.ALL_BUSY
-        if hold and self._may_hold(flight, now_ms) and self._hold(flight, decision.plan):
+        overtakes = behind_others and not hold and decision.plan is not None and self._claimed(decision.plan.prefill)
+        if (hold or overtakes) and self._may_hold(flight, now_ms) and self._hold(flight, decision.plan):
+            if overtakes:
+                self._review(flight.model)
             return
         self._follow(flight, decision)
 
@@ -105,6 +112,7 @@ class Desk:
         ask = flight.ask
         ask.waited_ms = now_ms - flight.arrived_ms
         ask.plans_split = self._router.split and self._routing.links.live(now_ms)
+        ask.at_ms = now_ms
         ask.excluded = 0
         for worker in flight.dispatch.tried:
             slot = self._routing.fleet.slot_of(worker)
@@ -113,6 +121,8 @@ class Desk:
         started_ns = time.perf_counter_ns()
         decision = self._routing.decide(ask)
         self._figures.decided(started_ns)
+        if self.dry_run.policy and flight.decision is None:
+            self.dry_run.note(ask, decision)
         flight.decision = decision
         self._figures.decisions.labels(decision.reason.value).inc()
         self._explanations.note(flight, decision, self._routing.policy.name, now_ms)
@@ -159,6 +169,10 @@ class Desk:
             if flight.dispatch.stage is Stage.HELD and now_ms - flight.frames_at_ms >= 900.0:
                 self._frame(flight, frames.Alive(id=flight.id, attempt=flight.attempt, try_=flight.frame_try))
 
+    def _claimed(self, slot: int) -> bool:
+        """Whether held requests wait for this worker, here or at another replica."""
+        return self._routing.board.loads[slot].reserved_ms > 0.0
+
     def _may_hold(self, flight: Flight, now_ms: float) -> bool:
         return not flight.no_hold and now_ms < flight.arrived_ms + self._router.hold_max_ms
 
@@ -167,14 +181,18 @@ class Desk:
         until_ms = flight.arrived_ms + self._router.hold_max_ms
         if flight.deadline_at_ms:
             until_ms = min(until_ms, flight.deadline_at_ms)
+        if flight.dispatch.stage is not Stage.HELD:
+            flight.lag_ms = self.holds.backlog_ms(flight.tenant)
         if until_ms <= now_ms or not self.holds.put(
             flight.key,
             flight.model,
             priority=flight.priority,
-            deadline_ms=flight.arrived_ms + flight.ask.ttft_ms,
+            deadline_ms=flight.arrived_ms + flight.ask.ttft_ms + flight.lag_ms,
+            arrival=flight.arrival,
             now_ms=now_ms,
             until_ms=until_ms,
             body_bytes=len(flight.body or b""),
+            work_ms=self._routing.least_prefill_ms(flight.ask),
         ):
             return False
         if flight.dispatch.stage is not Stage.HELD:
@@ -217,8 +235,8 @@ class Desk:
             self._review(model)
 
     def _review(self, model: str) -> None:
-        """Decide the first held requests of ``model`` anew, in their order; stop at one that must go on waiting for a
-        worker that a request before it waits for, too."""
+        """Decide the first held requests of ``model`` anew, in their order. One that would take a worker for which a
+        request before it waits goes on waiting, too; stop when no worker takes any work."""
         waited_for: set[int] = set()
         for held in self.holds.first(model, _REVIEWED):
             flight = self._flights.get(held.key)
@@ -234,7 +252,7 @@ class Desk:
                 and self._may_hold(flight, now_ms)
                 and self._hold(flight, plan)
             ):
-                if plan is None or claimed:
+                if plan is None:
                     return
                 waited_for.add(plan.prefill)
             else:
@@ -296,6 +314,9 @@ class Desk:
         self._figures.sent(plan, fleet)
         self._say_event(flight, Phase.DISPATCHED, worker=target.id)
         self._service.later(self._router.dispatch_ack_ms / 1e3, self._ack_due, flight, try_)
+        if flight.decision is not None and flight.decision.reason is Reason.TRIAL:
+            patience_ms = _TRIAL_FACTOR * plan.ttft_ms + _TRIAL_MS
+            self._service.later(patience_ms / 1e3, self._trial_due, flight, try_)
 
     def _send_prefill(self, flight: Flight, plan: Plan, split: Split, deadline_ms: int) -> None:
         fleet = self._routing.fleet
@@ -337,7 +358,28 @@ class Desk:
         )
 
     def _ack_due(self, flight: Flight, try_: int) -> None:
-        self.act(flight, flight.dispatch.ack_due(try_))
+        actions = flight.dispatch.ack_due(try_)
+        self._blame(actions)
+        self.act(flight, actions)
+
+    def _trial_due(self, flight: Flight, try_: int) -> None:
+        actions = flight.dispatch.first_token_due(try_)
+        self._blame(actions)
+        self.act(flight, actions)
+
+    def _blame(self, actions: list[steps.Action]) -> None:
+        """Workers that did not answer in time: it counts against them."""
+        for action in actions:
+            if isinstance(action, steps.Cancel):
+                for half in action.halves:
+                    if not half.acked or action.reason == "trial_failed":
+                        self.worker_failed(half.worker)
+
+    def worker_failed(self, worker: str) -> None:
+        """A request failed by this worker's fault."""
+        slot = self._routing.fleet.slot_of(worker)
+        if slot is not None:
+            self._routing.breakers.failed(slot, self.now_ms())
 
     def _cancel(self, flight: Flight, cancel: steps.Cancel) -> None:
         now_ms = self.now_ms()

@@ -44,6 +44,7 @@ class Feed:
         self._affinity: dict[str, tuple[int, int]] = {}  # worker → (incarnation, last update)
         self._asked_ms: dict[str, float] = {}
         self._heard_ms: dict[str, float] = {}  # collector → its last word
+        self._newest_ms = 0.0
         self._gaps = metrics.counter("fleet_gaps", "Deltas or affinity updates missed, by kind.", ("kind",))
         self._refused = metrics.counter("workers_refused", "Announced workers that cannot be routed to.", ("reason",))
 
@@ -52,6 +53,11 @@ class Feed:
         self._say(subjects.control("agent", "_all", "inventory"), ControlRequest())
         self._say(subjects.control("agent", "_all", "affinity"), ControlRequest())
         self._say(subjects.control("collector", "_all", "snapshot"), ControlRequest())
+
+    def age_ms(self, now_ms: float) -> float:
+        """How long no collector has said anything; 0 before the first word. Stale state is told, and still used:
+        routers that stop at it stop all at once."""
+        return max(0.0, now_ms - self._newest_ms) if self._newest_ms else 0.0
 
     def inventory(self, message: NodeInventory, now_ms: float) -> list[str]:
         """A node's static facts; return what was refused of it, for the log."""
@@ -131,7 +137,7 @@ class Feed:
                 self._routing.fleet.forget_collector(collector)
 
     def _states(self, collector: str, states: tuple[WorkerState, ...], now_ms: float) -> None:
-        self._heard_ms[collector] = now_ms
+        self._heard_ms[collector] = self._newest_ms = now_ms
         hear = self._routing.hear
         for state in states:
             dead = hear(collector, state.worker, state.incarnation, state.state, state.beat, state.verdict, now_ms)

@@ -34,6 +34,11 @@ class Figures:
         self.ttft_error = metrics.histogram(
             "ttft_error_ratio", "Observed over predicted time to first token.", buckets=(0.25, 0.5, 0.8, 1, 1.25, 2, 4)
         )
+        self.total_error = metrics.histogram(
+            "total_error_ratio",
+            "Observed over predicted time to the last token.",
+            buckets=(0.25, 0.5, 0.8, 1, 1.25, 2, 4),
+        )
         self._times_us = array("f")
         self._next = 0
         self._sent = self._split = self._hit = self._held = self._retried = 0

@@ -12,11 +12,14 @@ FlightKey = tuple[str, str, int]
 
 
 class Flight:
-    """All that the router keeps of a request. ``body`` is dropped at the first token: then nothing is resent."""
+    """All that the router keeps of a request. ``body`` is dropped at the first token: then nothing is resent.
+
+    ``arrival`` numbers the flights of this router, from 1 on.
+    """
 
     __slots__ = (
-        "arrived_ms", "ask", "attempt", "body", "deadline_at_ms", "decision", "dispatch", "frames_at_ms", "id", "inbox",
-        "ledger_keys", "model", "no_hold", "priority", "salt", "session", "tenant", "transfer",
+        "arrival", "arrived_ms", "ask", "attempt", "body", "deadline_at_ms", "decision", "dispatch", "frames_at_ms",
+        "id", "inbox", "lag_ms", "ledger_keys", "model", "no_hold", "priority", "salt", "session", "tenant", "transfer",
     )  # fmt: skip
 
     def __init__(
@@ -31,6 +34,7 @@ class Flight:
         self.body: bytes | None = body
         self.ask = ask
         self.dispatch = Dispatch(max_tries)
+        self.arrival = 0
         self.arrived_ms = arrived_ms
         self.deadline_at_ms = deadline_at_ms
         self.priority = priority
@@ -39,6 +43,8 @@ class Flight:
         self.salt = salt
         self.decision: Decision | None = None
         self.transfer = ""
+        self.lag_ms = 0.0
+        """How much later than its deadline it ranks among held requests: its tenant's backlog when it was held."""
         self.frames_at_ms = arrived_ms
         self.ledger_keys: dict[int, LedgerKey] = {}
 
@@ -71,6 +77,7 @@ class Flights:
         self._by_worker: dict[str, dict[FlightKey, Flight]] = {}
         self._by_transfer: dict[str, Flight] = {}
         self.body_bytes = 0
+        self._arrivals = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -82,6 +89,8 @@ class Flights:
         """Take a new flight; False when there is one with its key."""
         if flight.key in self._by_key:
             return False
+        self._arrivals += 1
+        flight.arrival = self._arrivals
         self._by_key[flight.key] = flight
         self.body_bytes += len(flight.body or b"")
         return True

@@ -3,6 +3,7 @@
 import importlib
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from quartet_bus.messages import (
 )
 from quartet_bus.service import UNREADABLE, Service
 from quartet_core import openai
+from quartet_core.breaker import counts
 from quartet_core.fleet import WorkerFacts
 from quartet_core.lengths import OutputLengths
 from quartet_core.linkbook import LinkBook
@@ -36,6 +38,7 @@ from quartet_core.openai import Refused
 from quartet_core.policy.base import Policy
 from quartet_core.profile import Profile
 from quartet_core.routing import Routing, UnknownPolicy
+from quartet_core.verdict import Verdict
 from quartet_router.arrival import Arrivals, tenant_and_model
 from quartet_router.desk import Desk
 from quartet_router.explain import Explanations
@@ -82,6 +85,7 @@ class RouterService(Service):
             affinity_hashes=router.affinity_hashes,
             max_workers=router.max_workers,
             without_prefill_worker=router.split_without_prefill_worker,
+            begin=random.getrandbits(16),
         )
         self.ring_attached = False
         """Whether deltas come from a ring, set by the edge that reads it."""
@@ -98,9 +102,18 @@ class RouterService(Service):
         self.metrics.gauge("workers", "Workers known.").set_function(lambda: len(self.routing.fleet))
         self.metrics.gauge("flights", "Requests under way.").set_function(lambda: len(self._flights))
         self.metrics.gauge("held", "Requests held now.").set_function(lambda: len(self._desk.holds))
+        self.metrics.gauge("breakers_open", "Workers that rest after failures or a freeze.").set_function(
+            lambda: self.routing.breakers.open.bit_count()
+        )
         self.metrics.gauge("ledger_entries", "Entries of the shared ledger.").set_function(
             lambda: len(self.routing.ledger)
         )
+        self.metrics.gauge("state_age_ms", "Time since any collector said anything about the fleet.").set_function(
+            lambda: self.feed.age_ms(self._desk.now_ms())
+        )
+        workers = self.metrics.gauge("workers_judged", "Known workers by the collectors' verdict.", ("verdict",))
+        for verdict in Verdict:
+            workers.labels(verdict.name.lower()).set_function(partial(self._judged, verdict))
 
     async def start(self) -> None:
         """Hear everything, then ask the fleet to say all it knows."""
@@ -114,7 +127,9 @@ class RouterService(Service):
         await self.hear(subjects.routed(), self._on_routed)
         await self.hear(subjects.request_events(), self._on_event)
         await self.hear_raw(subjects.cancel_raw(), self._on_cancel)
-        await self.controls({"policy": self._policy, "explain": self._explain, "status": self._status})
+        await self.controls(
+            {"policy": self._policy, "dryrun": self._dry_run, "explain": self._explain, "status": self._status}
+        )
         self.feed.ask_all()
         self.every(_HOLD_TICK_S, self._desk.end_due_holds)
         self.every(_SWEEP_TICK_S, self._sweep)
@@ -204,6 +219,9 @@ class RouterService(Service):
             self.routing.prefilled(key, event.beat, now_ms)
         elif event.phase is Phase.FIRST_TOKEN:
             self.routing.prefilled(key, event.beat, now_ms)
+            slot = self.routing.fleet.slot_of(event.worker)
+            if slot is not None:
+                self.routing.breakers.succeeded(slot)
             if event.predicted_ttft_ms > 0.0:
                 self._figures.ttft_error.observe((event.waited_ms + event.ttft_ms) / event.predicted_ttft_ms)
             if flight is not None and stream.try_ == flight.dispatch.try_:
@@ -213,6 +231,10 @@ class RouterService(Service):
             self.routing.ended(key, event.beat, now_ms)
             if event.status == "ok" and event.role is not Role.PREFILL:
                 self._lengths.observe(event.tenant, event.model, event.output_tokens)
+                if event.predicted_total_ms > 0.0:
+                    self._figures.total_error.observe((event.waited_ms + event.e2e_ms) / event.predicted_total_ms)
+            elif event.status == "error" and counts(event.code):
+                self._desk.worker_failed(event.worker)
             if flight is not None:
                 self._desk.act(flight, flight.dispatch.ended(event.worker, stream.try_))
         self._desk.review_soon()
@@ -300,6 +322,20 @@ class RouterService(Service):
             self.log.info("policy chosen", policy=request.argument)
         return self._told({"policy": self.routing.policy.name, "policies": self.routing.policy_names})
 
+    def _dry_run(self, request: ControlRequest) -> ControlReply:
+        """``argument``: a policy to compare with, "off" to stop, nothing to read what was found."""
+        run = self._desk.dry_run
+        if request.argument == "off":
+            run.stop()
+        elif request.argument == self.routing.policy.name:
+            return ControlReply(ok=False, reason=f"{request.argument} is the policy in use")
+        elif request.argument:
+            try:
+                run.start(request.argument, self._desk.now_ms())
+            except UnknownPolicy as error:
+                return ControlReply(ok=False, reason=str(error))
+        return self._told(run.report(self._desk.now_ms()))
+
     def _explain(self, request: ControlRequest) -> ControlReply:
         decisions = self._explanations.of(request.argument, self._name_of)
         if not decisions:
@@ -325,6 +361,10 @@ class RouterService(Service):
 
     def _told(self, payload: Mapping[str, Any]) -> ControlReply:
         return ControlReply(ok=True, service=self.name, instance=self.instance, payload=_json(payload))
+
+    def _judged(self, verdict: Verdict) -> int:
+        fleet = self.routing.fleet
+        return sum(worker is not None and fleet.verdict(slot) == verdict for slot, worker in enumerate(fleet.workers))
 
     def _name_of(self, slot: int) -> str:
         worker = self.routing.fleet.workers[slot]

@@ -5,11 +5,10 @@ import random
 
 import msgspec
 import pytest
+from router_stage import BODY, INBOX, config, encode, play, worker
 
 from quartet_bus import frames, subjects
 from quartet_bus.config.load import ConfigError
-from quartet_bus.config.schema import Config
-from quartet_bus.loop import run_virtual
 from quartet_bus.memory import MemoryBroker, MemoryBus
 from quartet_bus.messages import (
     Cancel,
@@ -17,138 +16,23 @@ from quartet_bus.messages import (
     ControlRequest,
     FleetDelta,
     FleetSnapshot,
-    KvLayout,
     LedgerNote,
     LinkInfo,
     LinkState,
     LinkTable,
-    NodeInventory,
     Phase,
     Prefill,
-    RequestEvent,
     Role,
     Run,
     StreamId,
     TransferPlan,
     TransferReason,
     TransferReport,
-    WorkerInfo,
     WorkerState,
 )
 from quartet_core.verdict import Verdict
-from quartet_core.word import batch_level, pack, queue_level
+from quartet_core.word import pack
 from quartet_router.service import RouterService
-
-encode = msgspec.msgpack.encode
-INBOX = "_INBOX.acme.x.1"
-BODY = b'{"prompt":"hello","max_tokens":8,"stream":true}'
-
-
-def config(**router):
-    return msgspec.convert(
-        {
-            "models": {
-                "m": {"spec": "llama-3.1-8b"},
-                "big": {"spec": "llama-3.1-70b", "tpot_ms": 100.0},
-                "cold": {"spec": "qwen3-32b"},
-            },
-            "router": router,
-        },
-        Config,
-    )
-
-
-def worker(name, hardware="H100_SXM5", model="m", *, incarnation=1, tp=1, **more):
-    given = dict(
-        id=name, ordinal=int(name.rsplit("-", 1)[1]), incarnation=incarnation, hardware=hardware, model=model,
-        precision="fp8", tp=tp, gpus=tuple(range(tp)), kv_tokens=300_000, max_context=100_000, max_batch=256,
-        chunk_tokens=2048, layout=KvLayout(16, 131_072, "bf16", tp=tp), engine="simulated",
-        capabilities=("export", "import", "reserve"),
-    )  # fmt: skip
-    return WorkerInfo(**(given | more))
-
-
-def decoded(data, kind):
-    """The message, or the bytes when a test sent nonsense."""
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError:
-        return data
-
-
-class Stage:
-    """A router, what it says, and the means to play agents, collectors and clients."""
-
-    def __init__(self, **router):
-        self.broker = MemoryBroker()
-        self.bus = MemoryBus(self.broker)
-        self.router = RouterService(MemoryBus(self.broker), config(**router), instance="r0", random=random.Random(1))
-        self.said = []
-        self.frames = []
-        self.number = 0
-
-    async def __aenter__(self):
-        for topic in (
-            subjects.routed(), subjects.kv_plan(), subjects.request_events(),
-        ):  # fmt: skip
-            await self.listen(topic)
-        for verb, kind in (("run", Run), ("prefill", Prefill), ("cancel", Cancel)):
-            await self.listen(subjects.Topic(f"quartet.v1.worker.*.{verb}", kind))
-        await self.bus.subscribe("_INBOX.>", lambda m: self.frames.append(frames.decode(m.data)) if m.data else None)
-        await self.router.start()
-        return self
-
-    async def __aexit__(self, *_):
-        await self.router.stop()
-
-    async def listen(self, topic):
-        await self.bus.subscribe(topic.subject, lambda m: self.said.append(decoded(m.data, topic.kind)))
-
-    def of(self, kind):
-        return [each for each in self.said if isinstance(each, kind)]
-
-    def say(self, topic, message):
-        self.bus.publish(topic.subject, encode(message))
-
-    async def announce(self, *workers, node="n", **more):
-        self.say(subjects.inventory(node), NodeInventory(node=node, incarnation=1, epoch=1, workers=workers, **more))
-        await self.settle()
-
-    async def word(self, name, *, queue=0.0, batch=0, verdict=Verdict.UP, beat=1, accepting=True):
-        self.number += 1
-        word = pack(free_kv=15, queue=queue_level(queue), batch=batch_level(batch), drift=0, accepting=accepting)
-        change = WorkerState(name, 1, word, beat, verdict)
-        self.say(subjects.fleet_delta(), FleetDelta("c", 1, self.number, (change,)))
-        await self.settle()
-
-    async def ask(self, body=BODY, model="m", *, reply=INBOX, id="q", headers=None):
-        self.bus.publish(
-            subjects.infer("acme", model).subject, body, reply=reply,
-            headers={"Quartet-Request-Id": id, **(headers or {})},
-        )  # fmt: skip
-        await self.settle()
-
-    def event(self, phase, run, **more):
-        role = more.pop("role", Role.BOTH)
-        self.say(
-            subjects.request_event(phase),
-            RequestEvent(
-                phase=phase, stream=run.stream, tenant=run.tenant, model=run.model, worker=run.worker,
-                incarnation=run.incarnation, role=role, **more,
-            ),
-        )  # fmt: skip
-
-    async def settle(self):
-        for _ in range(12):
-            await asyncio.sleep(0)
-
-
-def play(script, **router):
-    async def whole():
-        async with Stage(**router) as stage:
-            await script(stage)
-
-    run_virtual(whole())
 
 
 def errors(stage):
@@ -539,3 +423,101 @@ def test_malformed_messages_are_counted_and_change_nothing():
         assert "quartet_router_failures_total{" not in figures
 
     play(script)
+
+
+def test_a_dry_run_decides_without_dispatching_and_tells_where_it_differs():
+    async def script(stage):
+        await stage.announce(worker("n-0"), worker("n-1", "L40S_PCIE"))
+        assert not (await control(stage, "dryrun", "best")).ok
+        assert not (await control(stage, "dryrun", "finish-time")).ok
+        assert (await control(stage, "dryrun", "round-robin")).ok
+        for number in range(6):
+            await stage.ask(id=f"q{number}")
+        told = msgspec.json.decode((await control(stage, "dryrun")).payload)
+        assert told["dry_run"] == "round-robin"
+        found = told["models"]["m"]
+        assert found["decisions"] == 6
+        assert 0 < found["differ"] < 6
+        assert found["mean_total_ms_dry"] > found["mean_total_ms"] > 0
+        assert len(stage.of(Run)) == 6
+        assert (await control(stage, "dryrun", "off")).ok
+        await stage.ask(id="last")
+        told = msgspec.json.decode((await control(stage, "dryrun")).payload)
+        assert told["models"]["m"]["decisions"] == 6
+
+    play(script)
+
+
+def test_a_frozen_worker_gets_one_small_request_a_second_and_is_back_when_it_answers():
+    async def script(stage):
+        await stage.announce(worker("n-0"), worker("n-1"))
+        await stage.word("n-0", queue=500.0, verdict=Verdict.FROZEN)
+        for number in range(6):
+            await stage.ask(id=f"q{number}")
+        runs = stage.of(Run)
+        assert [run.worker for run in runs].count("n-0") == 1
+        trial = next(run for run in runs if run.worker == "n-0")
+        for run in runs:
+            stage.event(Phase.ACCEPTED, run)
+        stage.event(Phase.FIRST_TOKEN, trial)
+        await stage.word("n-0", verdict=Verdict.UP, beat=2)
+        for number in range(6):
+            await stage.ask(id=f"p{number}")
+        assert [run.worker for run in stage.of(Run)[6:]].count("n-0") >= 2
+
+    play(script)
+
+
+def test_a_trial_that_gets_no_first_token_runs_elsewhere():
+    async def script(stage):
+        await stage.announce(worker("n-0"), worker("n-1"))
+        await stage.word("n-0", verdict=Verdict.FROZEN)
+        await stage.ask()
+        (run,) = stage.of(Run)
+        assert run.worker == "n-0"
+        stage.event(Phase.ACCEPTED, run)
+        await asyncio.sleep(1.0)
+        assert [each.worker for each in stage.of(Run)] == ["n-0", "n-1"]
+        assert stage.of(Cancel)[0].reason == "trial_failed"
+
+    play(script)
+
+
+def test_three_missed_acks_rest_a_worker_but_bad_requests_never_do():
+    async def script(stage):
+        await stage.announce(worker("n-0"), worker("n-1", "L40S_PCIE"))
+        for number in range(4):
+            await stage.ask(id=f"bad{number}")
+            run = stage.of(Run)[-1]
+            stage.event(Phase.ACCEPTED, run)
+            stage.event(Phase.END, run, status="error", code=400)
+            await stage.settle()
+        assert stage.router.routing.breakers.open == 0
+        while not stage.router.routing.breakers.open:
+            await stage.ask(id=f"q{len(stage.said)}")
+            await asyncio.sleep(0.3)
+            assert len(stage.of(Run)) < 20
+        (rested,) = [name for name in ("n-0", "n-1") if stage.router.routing.breakers.open >> int(name[-1]) & 1]
+        before = len(stage.of(Run))
+        for number in range(3):
+            await stage.ask(id=f"after{number}")
+        assert rested not in [run.worker for run in stage.of(Run)[before:]]
+
+    play(script)
+
+
+def test_one_tenants_flood_does_not_hold_up_anothers_request():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        await stage.word("n-0", queue=3_000.0)
+        body = b'{"prompt":' + str(list(range(3000))).encode() + b',"max_tokens":8}'
+        for number in range(12):
+            await stage.ask(body, id=f"flood{number}")
+        stage.bus.publish(
+            subjects.infer("other", "m").subject, body, reply="_INBOX.other.1", headers={"Quartet-Request-Id": "one"}
+        )
+        await stage.settle()
+        await stage.word("n-0", queue=1.0, beat=2)
+        assert "one" in [run.stream.id for run in stage.of(Run)][:2]
+
+    play(script, hold_max_ms=60_000.0)

@@ -71,7 +71,20 @@ class PoolMachine(RuleBasedStateMachine):
         except (Refused, ValueError):
             assert tokens + most > 160 or self.engine.cancel(f"d{name}")
 
-    @rule(name=names, kind=st.sampled_from("wpd"))
+    @rule(name=names, transfer=transfers, prompt=st.sampled_from(PROMPTS), tokens=st.integers(1, 120))
+    def submit_fetching(self, name, transfer, prompt, tokens):
+        """A whole job whose first part came by transfer, of whatever prompt that was."""
+        lease = self.pool.lease(transfer)
+        if self.engine.cancel(f"f{name}"):
+            return
+        try:
+            self.engine.submit(Job(f"f{name}", prompt[:tokens], max_tokens=7, transfer=transfer), self.now_ms)
+        except Fenced:
+            assert lease is None or not lease.committed
+        else:
+            assert self.pool.lease(transfer) is None
+
+    @rule(name=names, kind=st.sampled_from("wpdf"))
     def cancel(self, name, kind):
         self.engine.cancel(f"{kind}{name}")
 
@@ -138,7 +151,7 @@ class PoolMachine(RuleBasedStateMachine):
     def begin(self):
         duration = self.engine.begin(self.now_ms)
         if duration is not None:
-            assert duration > 0
+            assert duration > 0 or self.engine._schedule.lending
             self.now_ms += duration
 
     @precondition(lambda self: self.engine.busy)
@@ -158,7 +171,9 @@ class PoolMachine(RuleBasedStateMachine):
     def every_reference_has_one_holder(self):
         schedule = self.engine._schedule
         holders = [
-            s.blocks for q in (schedule.decoding, schedule.prefilling, schedule.ready, schedule.waiting) for s in q
+            s.blocks
+            for q in (schedule.decoding, schedule.prefilling, schedule.ready, schedule.waiting, schedule.lending)
+            for s in q
         ]
         holders += [lease.blocks for lease in self.pool.leases()] + [pin.blocks for pin in self.pool.pins()]
         held = Counter(block for blocks in holders for block in blocks)
@@ -204,7 +219,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(schedule.decoding) + len(schedule.prefilling) <= 6
 
     def teardown(self):
-        for kind in "wpd":
+        for kind in "wpdf":
             for name in range(30):
                 self.engine.cancel(f"{kind}{name}")
         if self.engine.busy:

@@ -12,15 +12,22 @@ from quartet_core.planes import slots
 
 
 class View:
-    """All that a policy may read: the fleet, its believed load, and the links between its nodes."""
+    """All that a policy may read: the fleet, its believed load, and the links between its nodes.
 
-    __slots__ = ("board", "fleet", "kappa", "links")
+    ``begin`` is where among equals it begins to take turns: replicas that cannot have heard of each other yet must not
+    all begin with the same worker.
+    """
 
-    def __init__(self, fleet: Fleet, board: LoadBoard, links: LinkBook, *, kappa: float = 1.0) -> None:
+    __slots__ = ("begin", "board", "fleet", "kappa", "links")
+
+    def __init__(
+        self, fleet: Fleet, board: LoadBoard, links: LinkBook, *, kappa: float = 1.0, begin: int = 0
+    ) -> None:
         self.fleet = fleet
         self.board = board
         self.links = links
         self.kappa = kappa
+        self.begin = begin
 
 
 class Policy(ABC):
@@ -45,7 +52,8 @@ class Policy(ABC):
     def spread(self, plane: int, turn: int) -> int:
         """One slot of a plane of equals: the next after the one that was chosen last in this ``turn`` (any integer
         that names the kind of choice), so that ties never pile up on the first."""
-        after = self._last.get(turn, -1) + 1
+        last = self._last.get(turn)
+        after = self.view.begin % plane.bit_length() if last is None else last + 1
         later = plane >> after
         slot = after + (later & -later).bit_length() - 1 if later else (plane & -plane).bit_length() - 1
         self._last[turn] = slot

@@ -17,9 +17,9 @@ from itertools import islice
 from typing import ClassVar
 
 from quartet_core.fleet import Kind
-from quartet_core.load import least_wait_ms
 from quartet_core.plan import Ask, Candidates, Decision, Plan, Reason
 from quartet_core.policy.base import Policy
+from quartet_core.word import queue_level
 
 _DECODERS = 3
 """Cells of decode workers of a kind that a split looks at, from the least burdened on."""
@@ -60,8 +60,9 @@ class FinishTime(Policy):
         board, loads, kappa = self.view.board, self.view.board.loads, self.view.kappa
         waited, ttft, tpot, output = ask.waited_ms, ask.ttft_ms, ask.tpot_ms, ask.output_tokens
         whole = candidates.whole
-        rest = candidates.prefill | whole
-        least, best_slot, best_cached = math.inf, -1, 0
+        rest = whole if firsts is None else whole | candidates.prefill
+        weighed = 0  # workers that hold more of the prompt than the ones now looked at
+        least, best, best_cached, best_turn = math.inf, 0, 0, 0
         kinds = self.view.fleet.kinds_of[ask.model]
         for cached, holders in (*candidates.holders, (0, rest)):
             plane = holders & rest
@@ -69,30 +70,52 @@ class FinishTime(Policy):
                 continue
             rest ^= plane
             uncached = ask.prompt_tokens - cached
-            for kind in kinds:
-                mask = kind.plane & plane
-                if not mask:
-                    continue
+            alone = not plane & (plane - 1)
+            parts = (
+                ((loads[plane.bit_length() - 1].kind, plane),)
+                if alone
+                else [(kind, mask) for kind in kinds if (mask := kind.plane & plane)]
+            )
+            for kind, mask in parts:
                 undisturbed = kind.profile.prefill_ms(cached, uncached)
-                alone = not mask & (mask - 1)
-                for wait_level, cell in ((0, mask),) if alone else board.cells(kind).staircase(mask):
-                    if firsts is None and (waited + least_wait_ms(wait_level) + undisturbed) / ttft > least:
-                        break  # all further cells wait at least so long
-                    slot = cell.bit_length() - 1 if not cell & (cell - 1) else self.spread(cell, kind.index)
+                spare_ms = least * ttft - waited - undisturbed
+                if alone:
+                    cells = [(0, mask)]
+                elif firsts is not None:
+                    cells = board.cells(kind).staircase(mask)
+                elif spare_ms < 0.0:
+                    continue  # not even the idlest of them could be the best
+                else:
+                    # Who holds more, waits no longer and is no dearer is better than they are, whatever the request.
+                    cells = board.cells(kind).staircase(
+                        mask, beside=kind.plane & weighed, last_wait_level=queue_level(spare_ms)
+                    )
+                for _, cell in cells:
+                    slot = cell.bit_length() - 1
+                    if firsts is not None:
+                        slot = self.spread(cell, kind.index)
+                        cell = 1 << slot
                     load = loads[slot]
                     prefill = load.drift * undisturbed
+                    harm = kappa * load.crowd * prefill / output
+                    both = harm + kappa * load.harm
+                    if both >= least and firsts is None:
+                        continue
                     first = waited + load.wait_ms + prefill
                     if load.step_ms:
                         first -= -(load.queued_tokens + uncached) // load.room * load.step_ms
-                    harm = kappa * load.crowd * prefill / output
                     if firsts is not None:
                         firsts.append((slot, cached, prefill, first, harm))
-                    if whole >> slot & 1:
-                        early, often = first / ttft, load.tpot_ms / tpot
-                        cost = (early if early > often else often) + harm + kappa * load.harm
-                        if cost < least:
-                            least, best_slot, best_cached = cost, slot, cached
-        return least, best_slot, best_cached
+                        if not whole & cell:
+                            continue
+                    early, often = first / ttft, load.tpot_ms / tpot
+                    cost = (early if early > often else often) + both
+                    if cost < least:
+                        least, best, best_cached, best_turn = cost, cell, cached, kind.index
+            weighed |= plane
+        if not best & (best - 1):
+            return least, best.bit_length() - 1, best_cached
+        return least, self.spread(best, best_turn), best_cached
 
     def _best_split(self, ask: Ask, candidates: Candidates, firsts: list[_First], bound: float) -> Plan | None:
         """The best pair that costs less than ``bound``."""
