@@ -93,7 +93,8 @@ class Dispatch:
         self.stage = Stage.HELD
 
     def sent(self, plan: Plan, decode: Half, prefill: Half | None, lender: Half | None = None) -> int:
-        """A try goes out; return its number. ``prefill`` is None unless the plan is split, ``lender`` unless it fetches.
+        """A try goes out; return its number. ``prefill`` is None unless the plan is split, ``lender`` unless it
+        fetches.
 
         A lender counts as tried: what it was sent of this request may not have ended there when the next try goes out.
         """
@@ -123,8 +124,12 @@ class Dispatch:
             return []
         return self._again(f"worker {worker} refused: {reason}", "refused")
 
+    def awaits_ack(self, try_: int) -> bool:
+        """Whether try ``try_`` is out and not acked by all of its workers."""
+        return try_ == self.try_ and self.stage is Stage.SENT
+
     def ack_due(self, try_: int) -> list[Action]:
-        """``ack_ms`` passed since try ``try_`` went out."""
+        """Try ``try_`` had its time to be acked."""
         if try_ != self.try_ or self.stage is not Stage.SENT:
             return []
         silent = ", ".join(half.worker for half in self.halves if not half.acked)

@@ -36,6 +36,9 @@ _REVIEWED = 16
 
 _RETRY_AFTER_S = 1.0
 
+_ECHO_PATIENCE = 6.0
+"""Times ``dispatch_ack_ms`` after which a dispatch is given up whose note never came back."""
+
 _TRIAL_FACTOR, _TRIAL_MS = 2.0, 500.0
 """A worker on trial gets so many times its predicted time to first token, plus so many ms; then another is asked."""
 
@@ -111,7 +114,9 @@ class Desk:
     def _decision(self, flight: Flight, now_ms: float) -> Decision:
         ask = flight.ask
         ask.waited_ms = now_ms - flight.arrived_ms
-        ask.plans_split = self._router.split and self._routing.links.live(now_ms)
+        moves = self._routing.links.live(now_ms)
+        ask.plans_split = self._router.split and moves
+        ask.plans_fetch = self._router.fetch and moves
         ask.at_ms = now_ms
         ask.excluded = 0
         for worker in flight.dispatch.tried:
@@ -146,11 +151,11 @@ class Desk:
 
     def review_soon(self) -> None:
         """Look at held requests again once the messages at hand are handled, if a worker of theirs freed."""
-        if self._review_due or not len(self.holds):
+        if not len(self.holds):
             self._routing.freed.clear()
-            return
-        self._review_due = True
-        self._service.loop.call_soon(self._review_freed)
+        elif not self._review_due:  # a review that is due takes what freed until then, too
+            self._review_due = True
+            self._service.loop.call_soon(self._review_freed)
 
     def end_due_holds(self) -> None:
         """Holds whose time is over leave for the best worker there is, or are refused."""
@@ -262,18 +267,20 @@ class Desk:
 
     def _send(self, flight: Flight, plan: Plan) -> None:
         fleet = self._routing.fleet
-        target, source = fleet.at(plan.decode), fleet.at(plan.prefill)
-        decode = Half(target.slot, target.id, target.incarnation)
-        prefill = Half(source.slot, source.id, source.incarnation) if plan.split else None
+        target = fleet.at(plan.decode)
+        prefill = self._half(plan.prefill) if plan.split else None
+        lender = self._half(plan.source) if plan.fetches else None
+        giver = prefill or lender
         now_ms = self.now_ms()
-        try_ = flight.dispatch.sent(plan, decode, prefill)
+        try_ = flight.dispatch.sent(plan, self._half(plan.decode), prefill, lender)
         tokens = flight.ask.prompt_tokens
-        split_there = split_here = None
-        if prefill is not None:
+        from_there = from_here = None
+        if giver is not None:
             self._transfers += 1
             flight.transfer = f"{self._service.instance}-{self._transfers}"
-            split_there = Split(flight.transfer, source.id, source.incarnation, tokens)
-            split_here = Split(flight.transfer, target.id, target.incarnation, tokens)
+            moved_tokens = plan.fetched_tokens if plan.fetches else tokens
+            from_there = Split(flight.transfer, giver.worker, giver.incarnation, moved_tokens)
+            from_here = Split(flight.transfer, target.id, target.incarnation, moved_tokens)
         deadline_ms = max(1, int(flight.deadline_at_ms - now_ms)) if flight.deadline_at_ms else 0
         body = flight.body or b""
         run = Run(
@@ -296,45 +303,57 @@ class Desk:
             priority=flight.priority,
             session=flight.session,
             salt=flight.salt,
-            split=split_there,
+            split=from_there if prefill is not None else None,
+            fetch=from_there if lender is not None else None,
+            fetch_wait_ms=plan.fetch_wait_ms,
         )
         try:
             self._service.say(subjects.worker_run(target.id), run)
-            if split_here is not None:
-                self._send_prefill(flight, plan, split_here, deadline_ms)
+            if giver is not None and from_here is not None:
+                self._send_prefill(flight, plan, giver, from_here, deadline_ms)
         except PayloadTooLarge as error:
             self.fail(flight, openai.too_large(error.size_bytes, error.limit_bytes))
             return
         flight.ledger_keys = {
-            half.slot: flight.ledger_key(half.worker, half.incarnation) for half in flight.dispatch.halves
+            half.slot: flight.ledger_key(half.worker, half.incarnation) for half in flight.dispatch.involved
         }
         self._routing.sent(flight.ledger_keys, plan, flight.ask, now_ms)
         self._flights.placed(flight)
         self._note(flight, LedgerAction.DISPATCHED, plan)
         self._figures.sent(plan, fleet)
         self._say_event(flight, Phase.DISPATCHED, worker=target.id)
-        self._service.later(self._router.dispatch_ack_ms / 1e3, self._ack_due, flight, try_)
+        # The worker's time to ack begins when our own note of the dispatch comes back: then the broker has passed it on,
+        # and we hear what comes. A router that lags must not blame its workers, and try everything three times.
+        self._service.later(_ECHO_PATIENCE * self._router.dispatch_ack_ms / 1e3, self._ack_due, flight, try_)
         if flight.decision is not None and flight.decision.reason is Reason.TRIAL:
             patience_ms = _TRIAL_FACTOR * plan.ttft_ms + _TRIAL_MS
             self._service.later(patience_ms / 1e3, self._trial_due, flight, try_)
 
-    def _send_prefill(self, flight: Flight, plan: Plan, split: Split, deadline_ms: int) -> None:
-        fleet = self._routing.fleet
-        target, source = fleet.at(plan.decode), fleet.at(plan.prefill)
+    def _half(self, slot: int) -> Half:
+        worker = self._routing.fleet.at(slot)
+        return Half(worker.slot, worker.id, worker.incarnation)
+
+    def _send_prefill(self, flight: Flight, plan: Plan, giver: Half, split: Split, deadline_ms: int) -> None:
+        """Have ``giver`` compute the prompt, or lend what it has cached of it, and the coordinator move that."""
+        target = self._routing.fleet.at(plan.decode)
+        reason, patience_ms = TransferReason.SPLIT, deadline_ms or 3.0 * plan.ttft_ms + 10_000.0
+        if plan.fetches:
+            # A loan ends with its transfer; the request's own deadline would be the lender's failure.
+            reason, patience_ms, deadline_ms = TransferReason.FETCH, plan.fetch_wait_ms, 0
         self._service.say(
-            subjects.worker_prefill(source.id),
+            subjects.worker_prefill(giver.worker),
             Prefill(
                 stream=flight.stream,
                 tenant=flight.tenant,
                 model=flight.model,
-                worker=source.id,
-                incarnation=source.incarnation,
+                worker=giver.worker,
+                incarnation=giver.incarnation,
                 body=flight.body or b"",
                 router=self._service.instance,
                 prompt_tokens=flight.ask.prompt_tokens,
                 split=split,
                 deadline_ms=deadline_ms,
-                predicted_prefill_ms=plan.prefill_ms,
+                predicted_prefill_ms=0.0 if plan.fetches else plan.prefill_ms,
                 salt=flight.salt,
             ),
         )
@@ -342,20 +361,27 @@ class Desk:
             subjects.kv_plan(),
             TransferPlan(
                 transfer=split.transfer,
-                reason=TransferReason.SPLIT,
+                reason=reason,
                 stream=flight.stream,
                 model=flight.model,
-                source=source.id,
-                source_incarnation=source.incarnation,
+                source=giver.worker,
+                source_incarnation=giver.incarnation,
                 target=target.id,
                 target_incarnation=target.incarnation,
                 tokens=split.tokens,
                 kv_bytes=plan.kv_bytes,
-                deadline_ms=deadline_ms or 3.0 * plan.ttft_ms + 10_000.0,
+                deadline_ms=patience_ms,
                 predicted_ms=plan.kv_ms,
                 router=self._service.instance,
             ),
         )
+
+    def echoed(self, note: LedgerNote) -> None:
+        """Our own note of a dispatch came back."""
+        stream = note.stream
+        flight = self._flights.get((note.tenant, stream.id, stream.attempt))
+        if flight is not None and flight.dispatch.awaits_ack(stream.try_):
+            self._service.later(self._router.dispatch_ack_ms / 1e3, self._ack_due, flight, stream.try_)
 
     def _ack_due(self, flight: Flight, try_: int) -> None:
         actions = flight.dispatch.ack_due(try_)
@@ -422,9 +448,9 @@ class Desk:
                     tenant=flight.tenant,
                     worker=worker.id,
                     incarnation=key[4],
-                    role=Role.BOTH if prefills and decodes else Role.PREFILL if prefills else Role.DECODE,
+                    role=Role.BOTH if prefills and decodes else Role.DECODE if decodes else Role.PREFILL,
                     prefill_ms=plan.prefill_ms if prefills else 0.0,
-                    prompt_tokens=flight.ask.prompt_tokens,
+                    prompt_tokens=plan.fetched_tokens if slot == plan.source else flight.ask.prompt_tokens,
                     total_ms=plan.total_ms,
                     expires_ms=expires_ms,
                     tpot_ms=flight.ask.tpot_ms,

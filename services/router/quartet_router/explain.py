@@ -52,7 +52,9 @@ def _plan(plan: Plan, name_of: NameOf) -> dict[str, Any]:
     return {
         "prefill": name_of(plan.prefill),
         "decode": name_of(plan.decode),
+        "source": name_of(plan.source) if plan.fetches else "",
         "cached_tokens": plan.cached_tokens,
+        "fetched_tokens": plan.fetched_tokens,
         "ahead_ms": round(plan.ahead_ms, 3),
         "prefill_ms": round(plan.prefill_ms, 3),
         "kv_ms": round(plan.kv_ms, 3),

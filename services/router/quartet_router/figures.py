@@ -19,6 +19,8 @@ class Figures:
             "dispatched", "Dispatches by model and hardware class.", ("model", "hardware")
         )
         self.splits = metrics.counter("splits", "Dispatches whose halves went to two workers.")
+        self.fetches = metrics.counter("fetches", "Dispatches for which a cached prefix is moved to the worker.")
+        self.fetches_failed = metrics.counter("fetches_failed", "Prefixes that were to be moved and were not.")
         self.hits = metrics.counter("affinity_hits", "Dispatches to a worker believed to hold part of the prompt.")
         self._retries = metrics.counter("retries", "Further tries of a request.")
         self._holds = metrics.counter("holds", "Requests held.")
@@ -41,7 +43,7 @@ class Figures:
         )
         self._times_us = array("f")
         self._next = 0
-        self._sent = self._split = self._hit = self._held = self._retried = 0
+        self._sent = self._split = self._fetched = self._hit = self._held = self._retried = 0
 
     def decided(self, started_ns: int) -> None:
         """A decision that began at ``started_ns`` of the process clock is made."""
@@ -61,6 +63,9 @@ class Figures:
         if plan.split:
             self.splits.inc()
             self._split += 1
+        if plan.fetches:
+            self.fetches.inc()
+            self._fetched += 1
         if plan.cached_tokens:
             self.hits.inc()
             self._hit += 1
@@ -80,6 +85,7 @@ class Figures:
         return {
             "dispatched": self._sent,
             "splits": self._split,
+            "fetches": self._fetched,
             "affinity_hits": self._hit,
             "holds": self._held,
             "retries": self._retried,

@@ -116,7 +116,7 @@ class Flights:
 
     def placed(self, flight: Flight) -> None:
         """A try of ``flight`` went out: index its workers and its transfer."""
-        for half in flight.dispatch.halves:
+        for half in flight.dispatch.involved:
             self._by_worker.setdefault(half.worker, {})[flight.key] = flight
         if flight.transfer:
             self._by_transfer[flight.transfer] = flight

@@ -50,6 +50,7 @@ _json = msgspec.json.Encoder().encode
 _delta = msgspec.msgpack.Decoder(FleetDelta).decode
 _cancel = msgspec.msgpack.Decoder(Cancel).decode
 _HOLD_TICK_S = 0.005
+_AGENTS_PHASES = (Phase.ACCEPTED, Phase.REFUSED, Phase.PREFILLED, Phase.FIRST_TOKEN, Phase.END)
 _SWEEP_TICK_S = 0.002
 
 
@@ -125,7 +126,8 @@ class RouterService(Service):
         await self.hear(subjects.kv_links(), self._on_links)
         await self.hear(subjects.kv_failed(), self._on_kv_failed)
         await self.hear(subjects.routed(), self._on_routed)
-        await self.hear(subjects.request_events(), self._on_event)
+        for phase in _AGENTS_PHASES:
+            await self.hear(subjects.request_event(phase), self._on_event)
         await self.hear_raw(subjects.cancel_raw(), self._on_cancel)
         await self.controls(
             {"policy": self._policy, "dryrun": self._dry_run, "explain": self._explain, "status": self._status}
@@ -201,8 +203,6 @@ class RouterService(Service):
                 self._desk.act(flight, flight.dispatch.cancelled())
 
     def _on_event(self, event: RequestEvent) -> None:
-        if event.phase in (Phase.HELD, Phase.DISPATCHED, Phase.REJECTED):
-            return
         now_ms = self._desk.now_ms()
         stream = event.stream
         key = (event.tenant, stream.id, stream.attempt, event.worker, event.incarnation)
@@ -241,6 +241,8 @@ class RouterService(Service):
 
     def _on_routed(self, note: LedgerNote) -> None:
         if note.router == self.instance:
+            if note.action is LedgerAction.DISPATCHED and note.role is not Role.PREFILL:
+                self._desk.echoed(note)
             return
         now_ms = self._desk.now_ms()
         key = (note.tenant, note.stream.id, note.stream.attempt, note.worker, note.incarnation)
@@ -264,6 +266,8 @@ class RouterService(Service):
     def _on_kv_failed(self, report: TransferReport) -> None:
         flight = self._flights.of_transfer(report.transfer)
         if flight is not None:
+            if flight.dispatch.lender is not None:
+                self._figures.fetches_failed.inc()
             self._desk.act(flight, flight.dispatch.transfer_failed(report.stream.try_, report.detail or report.state))
 
     # Fleet
