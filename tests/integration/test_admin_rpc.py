@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from quartet_admin.decisions import KEPT, Decisions
 from quartet_admin.door import AdminDoor, admin_rpc
 from quartet_admin.service import AdminService
 from quartet_bus import subjects
@@ -368,3 +369,60 @@ async def test_an_unreadable_answer_is_no_answer(world):
     failure = await world.failure(world.stub.SetPolicy(pb.SetPolicyRequest(policy="round-robin")))
     assert failure[:2] == (grpc.StatusCode.UNAVAILABLE, "REASON_NO_ANSWER")
     assert "unreadable" in failure[2]
+
+
+def decided(name, model="llama", tenant="acme", **more):
+    return RequestEvent(
+        Phase.DISPATCHED, StreamId(name), tenant, model, worker="n1-0", router="r1", reason="best", **more
+    )
+
+
+async def test_a_watcher_sees_the_decisions_it_asked_for_as_they_are_made(world):
+    watch = world.stub.WatchDecisions(pb.WatchDecisionsRequest(model="llama"))
+    reading = asyncio.ensure_future(watch.read())
+    while not world.admin.decisions._watchers:
+        await asyncio.sleep(0.01)
+    world.admin.say(subjects.request_event(Phase.DISPATCHED), decided("other", model="qwen"))
+    world.admin.say(subjects.request_event(Phase.DISPATCHED), decided("one", prompt_tokens=9, predicted_ttft_ms=12.5))
+    decision = await asyncio.wait_for(reading, 5.0)
+    assert (decision.request_id, decision.worker, decision.reason) == ("one", "n1-0", "best")
+    assert (decision.phase, decision.prompt_tokens, decision.predicted_ttft_ms) == ("dispatched", 9, 12.5)
+    watch.cancel()
+    while world.admin.decisions._watchers:
+        await asyncio.sleep(0.01)
+
+
+def test_a_slow_watcher_loses_the_oldest_and_is_told_how_many():
+    decisions = Decisions()
+    watcher = decisions.watch("", "acme")
+    for number in range(KEPT + 3):
+        decisions.hear(decided(str(number)))
+    decisions.hear(decided("x", tenant="other"))
+    assert watcher.dropped == 3
+    assert [event.stream.id for event in watcher.take()] == [str(number) for number in range(3, KEPT + 3)]
+
+
+class DryRouter(Router):
+    """A router that compares policies."""
+
+    async def start(self):
+        await Service.start(self)
+        await self.controls({"dryrun": self.compare})
+
+    def compare(self, request):
+        if request.argument == "magic":
+            return ControlReply(False, reason="no policy 'magic'; there are: finish-time, round-robin")
+        return ControlReply(True, payload=b'{"dry_run":"round-robin"}')
+
+
+async def test_a_dry_run_asks_every_router_and_an_unknown_policy_is_refused(world):
+    failure = await world.failure(world.stub.DryRun(pb.DryRunRequest(policy="round-robin")))
+    assert failure[:2] == (grpc.StatusCode.UNAVAILABLE, "REASON_ROUTER_ABSENT")
+    for name in ("r1", "r2"):
+        await world.add(lambda bus, name=name: DryRouter(bus, name))
+    reply = await world.stub.DryRun(pb.DryRunRequest(policy="round-robin"))
+    assert [(each.router, each.json) for each in reply.routers] == [
+        (name, '{"dry_run":"round-robin"}') for name in ("r1", "r2")
+    ]
+    failure = await world.failure(world.stub.DryRun(pb.DryRunRequest(policy="magic")))
+    assert failure[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "REASON_UNKNOWN_POLICY")

@@ -21,6 +21,8 @@ from quartet_rpc.v1.predictor_pb2_grpc import PredictorStub
 
 MAX_WATCHERS = 64
 DEFAULT_INTERVAL_MS = 1_000
+DECISIONS_INTERVAL_S = 0.05
+"""Decisions are passed on in small batches: fresh enough for people, cheap at any rate."""
 INTERVAL_MS = range(100, 60_001)
 
 _ROLE_WORDS = {role: word for word, role in wire.ROLES.items()}
@@ -48,13 +50,7 @@ class AdminDoor(AdminServicer):
         interval_ms = request.interval_ms or DEFAULT_INTERVAL_MS
         if interval_ms not in INTERVAL_MS:
             raise invalid(f"interval_ms must be {INTERVAL_MS[0]} to {INTERVAL_MS[-1]}, not {interval_ms}")
-        if self._watchers >= MAX_WATCHERS:
-            raise CallFailed(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                Reason.REASON_TOO_MANY_WATCHERS,
-                f"{MAX_WATCHERS} watchers are here already",
-            )
-        self._watchers += 1
+        self._admit_watcher()
         try:
             told: dict[str, pb.Worker] = {}
             whole = True
@@ -112,6 +108,31 @@ class AdminDoor(AdminServicer):
             raise _failed(error) from None
         return pb.ExplainReply(router=reply.instance, json=reply.payload.decode())
 
+    async def WatchDecisions(
+        self, request: pb.WatchDecisionsRequest, context: object
+    ) -> AsyncIterator[pb.RoutingDecision]:
+        self._admit_watcher()
+        watcher = self._service.decisions.watch(request.model, request.tenant)
+        told = 0
+        try:
+            while True:
+                for event in watcher.take():
+                    yield wire.decision(event, watcher.dropped - told)
+                    told = watcher.dropped
+                await asyncio.sleep(DECISIONS_INTERVAL_S)
+        finally:
+            self._service.decisions.leave(watcher)
+            self._watchers -= 1
+
+    async def DryRun(self, request: pb.DryRunRequest, context: object) -> pb.DryRunReply:
+        try:
+            replies = await self._service.dry_run(request.policy)
+        except (WishFailed, TooManyQuestions) as error:
+            raise _failed(error) from None
+        return pb.DryRunReply(
+            routers=[pb.RouterDryRun(router=reply.instance, json=reply.payload.decode()) for reply in replies]
+        )
+
     async def Transfers(
         self, request: coordinator_pb2.ListTransfersRequest, context: object
     ) -> coordinator_pb2.ListTransfersReply:
@@ -139,6 +160,15 @@ class AdminDoor(AdminServicer):
             history=service.history,
             unpriced=service.cost.unpriced,
         )
+
+    def _admit_watcher(self) -> None:
+        if self._watchers >= MAX_WATCHERS:
+            raise CallFailed(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                Reason.REASON_TOO_MANY_WATCHERS,
+                f"{MAX_WATCHERS} watchers are here already",
+            )
+        self._watchers += 1
 
     def _nodes(self) -> Iterable[pb.Node]:
         return [wire.node(view) for view in self._service.fleet.nodes(self._service.now_ns())]

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from quartet_admin.cost import CostLedger
+from quartet_admin.decisions import Decisions
 from quartet_admin.errors import Absent, Denied, NoAnswer, UnknownPolicy, UnknownRequest, UnknownWorker
 from quartet_admin.fleet import FleetTable, WorkerView
 from quartet_admin.gathering import Gathering
@@ -50,6 +51,7 @@ class AdminService(Service):
         self.replaying = True
         self.history = ""
         """Why costs do not reach back as far as the log; "" when they do."""
+        self.decisions = Decisions()
         self._gathering = Gathering(self)
         self._gather_s = config.admin.gather_ms / 1000
         self._started_ns = 0
@@ -66,6 +68,8 @@ class AdminService(Service):
         await self.hear(subjects.fleet_delta(), self._on_delta)
         await self.hear(subjects.fleet_snapshot(), self._on_snapshot)
         await self.hear(subjects.request_event(Phase.END), self._on_end)
+        for phase in (Phase.HELD, Phase.DISPATCHED, Phase.REJECTED):
+            await self.hear(subjects.request_event(phase), self.decisions.hear)
         self.every(1.0, lambda: self.fleet.forget(self.now_ns()))
         self.say(subjects.control("agent", "_all", "inventory"), ControlRequest())
         self.say(subjects.control("collector", "_all", "snapshot"), ControlRequest())
@@ -134,6 +138,14 @@ class AdminService(Service):
             if reply.ok:
                 return reply
         raise UnknownRequest(request, len(replies))
+
+    async def dry_run(self, policy: str) -> list[ControlReply]:
+        """Start, stop ("off") or read ("") a dry run on every router. Raises `Absent`, `UnknownPolicy`."""
+        replies = await self._routers("dryrun", policy, first=False)
+        for reply in replies:
+            if not reply.ok:
+                raise UnknownPolicy(policy, reply.instance, reply.reason)
+        return replies
 
     async def _routers(self, verb: str, argument: str, *, first: bool) -> list[ControlReply]:
         topic = subjects.control("router", "_all", verb)

@@ -2,7 +2,7 @@
 
 from quartet_admin.cost import Column, Line
 from quartet_admin.fleet import NodeView, WorkerView, verdict_of
-from quartet_bus.messages import Role
+from quartet_bus.messages import RequestEvent, Role
 from quartet_core import word as words
 from quartet_core.verdict import Verdict
 from quartet_rpc.v1 import admin_pb2 as pb
@@ -98,4 +98,26 @@ def cost_line(line: Line) -> pb.CostLine:
         dollars=line.dollars,
         joules=line.joules,
         dollars_per_million_tokens=line.dollars_per_million_tokens,
+    )
+
+
+def decision(event: RequestEvent, dropped: int) -> pb.RoutingDecision:
+    """What a router did with a request; ``dropped`` decisions before it were missed."""
+    return pb.RoutingDecision(
+        phase=event.phase.value,
+        request_id=event.stream.id,
+        attempt=event.stream.attempt,
+        try_number=event.stream.try_,
+        tenant=event.tenant,
+        model=event.model,
+        router=event.router,
+        worker=event.worker,
+        reason=event.reason,
+        code=event.code,
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        waited_ms=event.waited_ms,
+        predicted_ttft_ms=event.predicted_ttft_ms,
+        predicted_total_ms=event.predicted_total_ms,
+        dropped=dropped,
     )

@@ -515,6 +515,161 @@ class PolicyReply(_message.Message):
 Global___PolicyReply: _TypeAlias = PolicyReply  # noqa: Y015
 
 @_typing.final
+class WatchDecisionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """"" for all"""
+    tenant: _builtins.str
+    """"" for all"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchDecisionsRequest: _TypeAlias = WatchDecisionsRequest  # noqa: Y015
+
+@_typing.final
+class RoutingDecision(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TRY_NUMBER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOTAL_MS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    phase: _builtins.str
+    """held, dispatched, rejected"""
+    request_id: _builtins.str
+    attempt: _builtins.int
+    try_number: _builtins.int
+    tenant: _builtins.str
+    model: _builtins.str
+    router: _builtins.str
+    worker: _builtins.str
+    """that decodes; "" unless dispatched"""
+    reason: _builtins.str
+    code: _builtins.int
+    """HTTP status of a rejection"""
+    prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    waited_ms: _builtins.float
+    predicted_ttft_ms: _builtins.float
+    predicted_total_ms: _builtins.float
+    dropped: _builtins.int
+    """decisions before this one that a slow watcher missed"""
+    def __init__(
+        self,
+        *,
+        phase: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        try_number: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        router: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        code: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        waited_ms: _builtins.float = ...,
+        predicted_ttft_ms: _builtins.float = ...,
+        predicted_total_ms: _builtins.float = ...,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "code", b"code", "dropped", b"dropped", "model", b"model", "phase", b"phase", "predicted_total_ms", b"predicted_total_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "request_id", b"request_id", "router", b"router", "tenant", b"tenant", "try_number", b"try_number", "waited_ms", b"waited_ms", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoutingDecision: _TypeAlias = RoutingDecision  # noqa: Y015
+
+@_typing.final
+class DryRunRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """to compare with; "off" stops; "" reads what was found"""
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DryRunRequest: _TypeAlias = DryRunRequest  # noqa: Y015
+
+@_typing.final
+class RouterDryRun(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_FIELD_NUMBER: _builtins.int
+    JSON_FIELD_NUMBER: _builtins.int
+    router: _builtins.str
+    json: _builtins.str
+    """the policy, and by model: decisions, how many differ, mean predicted times of both"""
+    def __init__(
+        self,
+        *,
+        router: _builtins.str = ...,
+        json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json", "router", b"router"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterDryRun: _TypeAlias = RouterDryRun  # noqa: Y015
+
+@_typing.final
+class DryRunReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterDryRun]: ...
+    def __init__(
+        self,
+        *,
+        routers: _abc.Iterable[Global___RouterDryRun] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["routers", b"routers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DryRunReply: _TypeAlias = DryRunReply  # noqa: Y015
+
+@_typing.final
 class ExplainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

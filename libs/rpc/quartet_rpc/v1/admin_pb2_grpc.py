@@ -86,6 +86,16 @@ class AdminStub:
                 request_serializer=quartet__rpc_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=quartet__rpc_dot_v1_dot_admin__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.WatchDecisions = channel.unary_stream(
+                '/quartet.v1.Admin/WatchDecisions',
+                request_serializer=quartet__rpc_dot_v1_dot_admin__pb2.WatchDecisionsRequest.SerializeToString,
+                response_deserializer=quartet__rpc_dot_v1_dot_admin__pb2.RoutingDecision.FromString,
+                _registered_method=True)
+        self.DryRun = channel.unary_unary(
+                '/quartet.v1.Admin/DryRun',
+                request_serializer=quartet__rpc_dot_v1_dot_admin__pb2.DryRunRequest.SerializeToString,
+                response_deserializer=quartet__rpc_dot_v1_dot_admin__pb2.DryRunReply.FromString,
+                _registered_method=True)
         self.Transfers = channel.unary_unary(
                 '/quartet.v1.Admin/Transfers',
                 request_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.ListTransfersRequest.SerializeToString,
@@ -174,6 +184,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchDecisions(self, request, context):
+        """Decisions of all routers as they are made.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DryRun(self, request, context):
+        """Have every router decide by another policy too, dispatch nothing of it, and tell where the two differ.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Transfers(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -245,6 +269,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=quartet__rpc_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=quartet__rpc_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
+            ),
+            'WatchDecisions': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchDecisions,
+                    request_deserializer=quartet__rpc_dot_v1_dot_admin__pb2.WatchDecisionsRequest.FromString,
+                    response_serializer=quartet__rpc_dot_v1_dot_admin__pb2.RoutingDecision.SerializeToString,
+            ),
+            'DryRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DryRun,
+                    request_deserializer=quartet__rpc_dot_v1_dot_admin__pb2.DryRunRequest.FromString,
+                    response_serializer=quartet__rpc_dot_v1_dot_admin__pb2.DryRunReply.SerializeToString,
             ),
             'Transfers': grpc.unary_unary_rpc_method_handler(
                     servicer.Transfers,
@@ -532,6 +566,60 @@ class Admin:
             '/quartet.v1.Admin/Explain',
             quartet__rpc_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             quartet__rpc_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quartet.v1.Admin/WatchDecisions',
+            quartet__rpc_dot_v1_dot_admin__pb2.WatchDecisionsRequest.SerializeToString,
+            quartet__rpc_dot_v1_dot_admin__pb2.RoutingDecision.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DryRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.Admin/DryRun',
+            quartet__rpc_dot_v1_dot_admin__pb2.DryRunRequest.SerializeToString,
+            quartet__rpc_dot_v1_dot_admin__pb2.DryRunReply.FromString,
             options,
             channel_credentials,
             insecure,

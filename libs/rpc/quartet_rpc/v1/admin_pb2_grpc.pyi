@@ -51,6 +51,10 @@ class AdminStub:
     """Have every router choose a policy among those imported at start."""
     Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainReply]
     """Why a request went where it went; all routers are asked."""
+    WatchDecisions: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchDecisionsRequest, _admin_pb2.RoutingDecision]
+    """Decisions of all routers as they are made."""
+    DryRun: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DryRunRequest, _admin_pb2.DryRunReply]
+    """Have every router decide by another policy too, dispatch nothing of it, and tell where the two differ."""
     Transfers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListTransfersRequest, _coordinator_pb2.ListTransfersReply]
     Forecasts: _grpc.UnaryUnaryMultiCallable[_predictor_pb2.GetForecastsRequest, _predictor_pb2.GetForecastsReply]
     Cost: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CostRequest, _admin_pb2.CostReply]
@@ -77,6 +81,10 @@ class AdminAsyncStub(AdminStub):
     """Have every router choose a policy among those imported at start."""
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainReply]  # type: ignore[assignment]
     """Why a request went where it went; all routers are asked."""
+    WatchDecisions: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchDecisionsRequest, _admin_pb2.RoutingDecision]  # type: ignore[assignment]
+    """Decisions of all routers as they are made."""
+    DryRun: _aio.UnaryUnaryMultiCallable[_admin_pb2.DryRunRequest, _admin_pb2.DryRunReply]  # type: ignore[assignment]
+    """Have every router decide by another policy too, dispatch nothing of it, and tell where the two differ."""
     Transfers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListTransfersRequest, _coordinator_pb2.ListTransfersReply]  # type: ignore[assignment]
     Forecasts: _aio.UnaryUnaryMultiCallable[_predictor_pb2.GetForecastsRequest, _predictor_pb2.GetForecastsReply]  # type: ignore[assignment]
     Cost: _aio.UnaryUnaryMultiCallable[_admin_pb2.CostRequest, _admin_pb2.CostReply]  # type: ignore[assignment]
@@ -160,6 +168,22 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainReply, _abc.Awaitable[_admin_pb2.ExplainReply]]:
         """Why a request went where it went; all routers are asked."""
+
+    @_abc_1.abstractmethod
+    def WatchDecisions(
+        self,
+        request: _admin_pb2.WatchDecisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.RoutingDecision], _abc.AsyncIterator[_admin_pb2.RoutingDecision]]:
+        """Decisions of all routers as they are made."""
+
+    @_abc_1.abstractmethod
+    def DryRun(
+        self,
+        request: _admin_pb2.DryRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DryRunReply, _abc.Awaitable[_admin_pb2.DryRunReply]]:
+        """Have every router decide by another policy too, dispatch nothing of it, and tell where the two differ."""
 
     @_abc_1.abstractmethod
     def Transfers(
