@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import msgspec
 import pytest
+from contract.bus_contract import until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
@@ -380,16 +381,14 @@ def decided(name, model="llama", tenant="acme", **more):
 async def test_a_watcher_sees_the_decisions_it_asked_for_as_they_are_made(world):
     watch = world.stub.WatchDecisions(pb.WatchDecisionsRequest(model="llama"))
     reading = asyncio.ensure_future(watch.read())
-    while not world.admin.decisions._watchers:
-        await asyncio.sleep(0.01)
+    await until(lambda: world.admin.decisions._watchers)
     world.admin.say(subjects.request_event(Phase.DISPATCHED), decided("other", model="qwen"))
     world.admin.say(subjects.request_event(Phase.DISPATCHED), decided("one", prompt_tokens=9, predicted_ttft_ms=12.5))
     decision = await asyncio.wait_for(reading, 5.0)
     assert (decision.request_id, decision.worker, decision.reason) == ("one", "n1-0", "best")
     assert (decision.phase, decision.prompt_tokens, decision.predicted_ttft_ms) == ("dispatched", 9, 12.5)
     watch.cancel()
-    while world.admin.decisions._watchers:
-        await asyncio.sleep(0.01)
+    await until(lambda: not world.admin.decisions._watchers)
 
 
 def test_a_slow_watcher_loses_the_oldest_and_is_told_how_many():

@@ -19,7 +19,7 @@ from quartet_bus.memory import MemoryBroker, MemoryBus
 from quartet_bus.service import Service
 from quartet_core.heartbeat import Beat
 from quartet_heartbeat_collector.service import CollectorService
-from quartet_kv_coordinator.service import CoordinatorService
+from quartet_kv_coordinator.service import CoordinatorService, UnknownNode
 from quartet_prefetch_predictor.ports import Budget
 from quartet_prefetch_predictor.service import PredictorService
 from quartet_router.service import RouterService
@@ -86,7 +86,11 @@ class DirectBudget:
 
     async def ask(self, node: str, transfer_bytes: int, deadline_ms: float) -> Budget:
         """As ``LinkBudget.ask``."""
-        return Budget(True)
+        try:
+            predicted_ms = self._coordinator.budget(node, transfer_bytes)
+        except UnknownNode as error:
+            return Budget(False, detail=str(error))
+        return Budget(predicted_ms <= deadline_ms, predicted_ms)
 
 
 class VirtualFleet:
@@ -108,7 +112,6 @@ class VirtualFleet:
         self.broker = MemoryBroker(delay_s=0.0002, tap=self.log.tap)
         self._random = random.Random(seed)
         self._network = MemoryNetwork()
-        self._beats: list[Beat] = []
         self.buses: dict[str, MemoryBus] = {}
         self.services: dict[str, Service] = {}
         shared = config(**sections)

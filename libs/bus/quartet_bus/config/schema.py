@@ -92,6 +92,7 @@ class RouterSection(Section):
     )
     kappa: NotNegativeFloat = 1.0
     split: bool = True
+    fetch: bool = True
     split_without_prefill_worker: Literal["whole", "error"] = "whole"
     long_prompt_tokens: Positive = 4096
     long_context_classes: tuple[str, ...] = ()
@@ -178,6 +179,7 @@ class EngineSection(Section):
     """One engine of a host, or ``count`` equal ones on consecutive GPUs from ``first_gpu`` on.
 
     ``kv_tokens`` 0 takes what the catalogue says fits. ``time_scale`` 2 makes a simulated engine twice as slow.
+    ``adapters`` are LoRA adapters it serves, each a ``[models.*]`` of its own whose ``base`` is ``model``.
     """
 
     kind: Literal["simulated"]
@@ -192,6 +194,7 @@ class EngineSection(Section):
     chunk_tokens: Positive = 2048
     kv_tokens: NotNegative = 0
     time_scale: PositiveFloat = 1.0
+    adapters: tuple[str, ...] = ()
 
 
 class AgentSection(Section):

@@ -64,6 +64,12 @@ def _simulated(
         raise ConfigError(
             WHERE, f"{key}.model", section.model, f"leaves no memory for KV on {section.tp} x {section.hardware}"
         )
+    for adapter in section.adapters:
+        known = config.models.get(adapter)
+        if known is None or known.base != section.model:
+            raise ConfigError(
+                WHERE, f"{key}.adapters", adapter, f"must be a [models.{adapter}] with base = {section.model!r}"
+            )
     if section.max_batch > section.chunk_tokens:
         raise ConfigError(
             WHERE, f"{key}.max_batch", section.max_batch, f"must be at most chunk_tokens, {section.chunk_tokens}"
@@ -88,6 +94,7 @@ def _simulated(
         layout=layout,
         engine=section.kind,
         capabilities=_CAPABILITIES,
+        adapters=section.adapters,
         step_ms=profile.weight_read_ms * section.time_scale,
         watts_per_gpu=hardware.tdp_w,
     )
