@@ -35,6 +35,42 @@ def split(max_tries=3):
     return dispatch
 
 
+def fetching(max_tries=3):
+    dispatch = Dispatch(max_tries)
+    dispatch.sent(plan(), half(0), None, half(7))
+    return dispatch
+
+
+def test_whatever_becomes_of_a_lender_changes_nothing():
+    dispatch = fetching()
+    assert dispatch.accepted("w0", 1) == []
+    assert dispatch.ack_due(1) == []  # the lender never answered
+    assert dispatch.transfer_failed(1, "link") == []
+    assert dispatch.refused("w7", 1, "draining") == []
+    assert dispatch.worker_lost("w7") == []
+    assert dispatch.stage is Stage.ACCEPTED
+    assert dispatch.first_token(1) == []
+    assert kinds(dispatch.ended("w0", 1)) == [Close]
+
+
+def test_a_lender_is_told_when_the_request_is_over_or_goes_elsewhere():
+    for end in (lambda d: d.cancelled(), lambda d: d.ended("w0", 1), lambda d: d.refused("w0", 1, "full"),
+                lambda d: d.worker_lost("w0"), lambda d: d.failed(upstream("x", "y"))):  # fmt: skip
+        cancel = next(action for action in end(fetching()) if isinstance(action, Cancel))
+        assert "w7" in [half.worker for half in cancel.halves]
+    dispatch = fetching()
+    dispatch.ended("w7", 1)
+    assert kinds(dispatch.ended("w0", 1)) == [Close]
+
+
+def test_a_lender_counts_as_tried_and_is_forgotten_with_its_try():
+    dispatch = fetching()
+    assert dispatch.refused("w0", 1, "full")[-1].excluded == ("w0", "w7")
+    dispatch.sent(plan(), half(1), None)
+    assert dispatch.lender is None
+    assert kinds(dispatch.transfer_failed(2, "link")) == [Cancel, Send]
+
+
 def test_a_request_that_runs_through_closes_and_tells_nothing():
     dispatch = whole()
     assert dispatch.accepted("w0", 1) == []
@@ -142,15 +178,19 @@ events = st.lists(
 )  # fmt: skip
 
 
-@given(st.booleans(), events)
-def test_every_order_of_events_gives_at_most_one_outcome_and_bounded_tries(is_split, history):
+@given(st.sampled_from(["whole", "split", "fetch"]), events)
+def test_every_order_of_events_gives_at_most_one_outcome_and_bounded_tries(shape, history):
     dispatch, outcomes, sends = Dispatch(3), 0, 0
     number = 0
 
     def send():
         nonlocal number
         number += 2
-        dispatch.sent(plan(number + is_split, number), half(number), half(number + 1) if is_split else None)
+        other = half(number + 1)
+        dispatch.sent(
+            plan(number + (shape == "split"), number), half(number), other if shape == "split" else None,
+            other if shape == "fetch" else None,
+        )  # fmt: skip
 
     send()
     for what, which, try_ in history:

@@ -42,6 +42,15 @@ def test_work_counts_from_the_moment_it_is_sent():
     assert belief.batch == 2
 
 
+def test_sequences_of_which_only_the_word_tells_are_typical_ones():
+    ledger = Ledger(typical_context=2000.0, urgency=0.01)
+    opened(ledger, 1)  # 1,000 tokens, 1/50 ms
+    belief = ledger.belief(SLOT, word(batch=4), 0.0)
+    assert belief.batch == 5
+    assert belief.context == pytest.approx((1000 + 4 * 2000) / 5)
+    assert belief.urgency == pytest.approx((0.02 + 4 * 0.01) / 5)
+
+
 def test_work_that_the_word_includes_is_not_counted_twice():
     ledger = Ledger()
     opened(ledger, 1, 120.0)

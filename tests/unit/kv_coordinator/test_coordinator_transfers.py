@@ -32,10 +32,11 @@ def test_a_split_is_reserved_moved_committed_announced_and_its_source_freed(play
     play(story)
 
 
-def test_the_source_is_told_to_move_only_when_its_prefill_is_done(play):
+@pytest.mark.parametrize("reason", [TransferReason.SPLIT, TransferReason.FETCH])
+def test_the_source_is_told_to_move_only_when_its_prefill_is_done(play, reason):
     async def story(world):
         await world.start()
-        world.plan(ready=False)
+        world.plan(ready=False, reason=reason)
         await asyncio.sleep(1.0)
         assert world.agents["p"].verbs() == []
         world.prefilled()
