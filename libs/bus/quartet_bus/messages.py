@@ -162,7 +162,7 @@ class AffinityUpdate(Struct, array_like=True):
 
 
 class Split(Struct, frozen=True):
-    """The other half of a split request, as each half is told of it."""
+    """The other end of a transfer of a request's KV, as each end is told of it: of the first ``tokens`` tokens."""
 
     transfer: str
     peer: str
@@ -175,6 +175,10 @@ class Run(Struct):
 
     ``inbox`` is the client's reply subject. ``body`` is the client's JSON, unchanged. ``incarnation`` is the worker's
     at decision time: another one refuses with ``fenced``. ``deadline_ms`` is what remains, 0 for none.
+
+    ``fetch`` (never together with ``split``) names the worker that lends the KV of the prompt's first ``tokens``
+    tokens, a whole number of KV blocks. It is waited for as long as ``fetch_wait_ms`` after acceptance; if it does not
+    come, the worker computes the whole prompt, and nothing fails.
     """
 
     stream: StreamId
@@ -197,10 +201,16 @@ class Run(Struct):
     session: str = ""
     salt: bytes = b""
     split: Split | None = None
+    fetch: Split | None = None
+    fetch_wait_ms: float = 0.0
 
 
 class Prefill(Struct):
-    """Dispatch of a split's first half: compute the prompt's KV and keep it for ``split.transfer``."""
+    """Have the KV of the prompt's first ``split.tokens`` tokens, and keep it for ``split.transfer``.
+
+    All of the prompt is a split's first half, and is computed. Less is a prefix that another worker fetches: it should
+    be in the cache, and what is not is computed.
+    """
 
     stream: StreamId
     tenant: str

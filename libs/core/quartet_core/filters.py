@@ -9,7 +9,7 @@ from quartet_core.affinity import AffinityTable
 from quartet_core.fleet import Fleet
 from quartet_core.ladder import covered_tokens
 from quartet_core.plan import Ask, Candidates, Reason
-from quartet_core.word import FREE_KV, free_kv_level_for
+from quartet_core.word import BATCH, FREE_KV, QUEUE, free_kv_level_for
 
 _GRAIN, _MAX_PROBES = 24, 14
 """Cached depths are told apart to 1/24 of the prompt (the ladder itself steps by 1/9 at the deep end), with at most so
@@ -40,6 +40,8 @@ class Filters:
             return Reason.NO_WORKER
         prompt_tokens = ask.prompt_tokens
         free_levels = fleet.planes.levels(FREE_KV.name)
+        # A worker with nothing to do is not full, whatever its last step said: only work makes it say anything new.
+        idle = fleet.planes.levels(QUEUE.name)[0] & fleet.planes.levels(BATCH.name)[0]
         fits = roomy = long_context = 0
         for kind in fleet.kinds_of[ask.model]:
             plane = kind.plane & alive
@@ -50,6 +52,7 @@ class Filters:
             short = 0  # workers below the level that surely has room
             for there in free_levels[:roomy_level]:
                 short |= there
+            short ^= short & idle
             roomy |= plane ^ (plane & short)  # not ``& ~short``: CPython takes thrice as long with a negative number
             if kind.long_context:
                 long_context |= kind.plane

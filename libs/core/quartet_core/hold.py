@@ -12,7 +12,7 @@ from msgspec import Struct
 
 
 class Held(Struct, order=True):
-    """A held request. ``rank`` orders; ``body_bytes`` is what it costs to keep, ``work_ms`` what it will cost to run."""
+    """A held request. ``rank`` orders; ``body_bytes`` is what it costs to keep, ``work_ms`` what it costs to run."""
 
     rank: tuple[int, float, int]
     key: tuple[str, str, int]

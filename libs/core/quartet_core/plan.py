@@ -12,8 +12,8 @@ class Ask(Struct):
 
     ``output_tokens`` is what the answer will probably have (learned mean, at most ``max_tokens``). ``ttft_ms`` and
     ``tpot_ms`` are its targets. ``waited_ms`` is how long it has been here. ``excluded`` is the plane of workers
-    already tried. ``plans_split`` says whether its halves may go to two workers, ``plans_fetch`` whether a cached prefix
-    may be moved to another worker.
+    already tried. ``plans_split`` says whether its halves may go to two workers, ``plans_fetch`` whether a cached
+    prefix may be moved to another worker.
     """
 
     model: str
@@ -25,7 +25,7 @@ class Ask(Struct):
     waited_ms: float = 0.0
     excluded: int = 0
     plans_split: bool = True
-    plans_fetch: bool = True
+    plans_fetch: bool = False
     at_ms: float = 0.0
     """When it is decided, on the router's clock."""
 
@@ -55,8 +55,8 @@ class Plan(Struct):
     ``cost`` is the policy's own figure: less is better.
 
     A plan that fetches has a ``source``: the slot that lends the KV of the first ``fetched_tokens`` tokens, a whole
-    number of KV blocks; ``prefill_ms`` is then of the rest alone. ``fetch_wait_ms`` is how long it is worth waiting for:
-    what is ahead, and what computing the prefix would take.
+    number of KV blocks; ``prefill_ms`` is then of the rest alone. ``fetch_wait_ms`` is how long it is worth waiting
+    for: what is ahead, and what computing the prefix would take.
     """
 
     prefill: int

@@ -156,7 +156,7 @@ class Routing:
             self.opened(
                 key, slot,
                 prefill_ms=plan.prefill_ms / self._drift(slot) if slot == plan.prefill else 0.0,
-                tokens=ask.prompt_tokens + int(ask.output_tokens / 2),
+                tokens=plan.fetched_tokens if slot == plan.source else ask.prompt_tokens + int(ask.output_tokens / 2),
                 decodes=slot == plan.decode,
                 tpot_ms=ask.tpot_ms,
                 total_ms=plan.total_ms,

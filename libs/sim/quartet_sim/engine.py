@@ -140,7 +140,8 @@ class SimulatedEngine:
         """Queue a job behind all others.
 
         Raises ``Refused`` (400) for an empty prompt, or one that with its output can never fit context or pool;
-        ``Fenced`` for a decode job without a committed lease of its prompt's size; ``ValueError`` for an id in use.
+        ``Fenced`` for a decode job without a committed lease of its prompt's size, and for a whole job whose transfer
+        has no committed lease; ``ValueError`` for an id in use.
         """
         if job.id in self._jobs:
             raise ValueError(f"job {job.id} is here already")
@@ -157,7 +158,9 @@ class SimulatedEngine:
         if job.kind == "decode":
             self._adopt(sequence)
             self._schedule.enqueue_ready(sequence)
-        else:
+        elif job.kind == "whole" or not self._schedule.lend(sequence):
+            if job.kind == "whole" and job.transfer:
+                self._adopt_prefix(sequence)
             self._schedule.enqueue(sequence)
         self._orders += 1
         self._jobs[job.id] = sequence
@@ -223,3 +226,20 @@ class SimulatedEngine:
         if adopted.verified == len(adopted.blocks):
             sequence.computed = sequence.prompt_tokens
             sequence.fill(self.pool)
+
+    def _adopt_prefix(self, sequence: EngineSequence) -> None:
+        """Put the lease's blocks into the prefix cache, up to the first wrong one.
+
+        They are not kept for the job until its turn comes: who holds blocks while others wait for room may stop
+        everybody. As the most recently used they are the last to be evicted.
+        """
+        adopted = self.pool.adopt_prefix(sequence.job.transfer, sequence.keys)
+        right = adopted.verified
+        sequence.verified_blocks, sequence.dropped_blocks = right, adopted.dropped
+        sequence.arrived = range(self.pool.blocks.match(sequence.keys, right), right)
+        sequence.blocks = adopted.blocks
+        sequence.computed = right * self._block_tokens
+        sequence.fill(self.pool)
+        self.pool.blocks.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.filled = sequence.computed = 0

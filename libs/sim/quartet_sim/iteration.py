@@ -15,7 +15,10 @@ class Chunk(Struct, gc=False):
 
 
 class Iteration(Struct):
-    """One decode step of ``batch`` sequences together with prefill chunks. ``each_ms`` is one decode's share."""
+    """One decode step of ``batch`` sequences together with prefill chunks. ``each_ms`` is one decode's share.
+
+    With neither it computes nothing and takes no time: it ends what was only lent.
+    """
 
     chunks: list[Chunk]
     batch: int
@@ -32,6 +35,8 @@ def price(iteration: Iteration, profile: Profile, context: float, time_scale: fl
     Shares: chunks and decodes divide the time as if each of the two had run alone, which splits the weight read that
     both needed; decodes divide theirs evenly, chunks by their prefill time.
     """
+    if not iteration.chunks and not iteration.batch:
+        return
     tokens = 0
     attention = 0
     for chunk in iteration.chunks:

@@ -24,6 +24,8 @@ class Job(Struct):
 
     ``kind`` is ``whole``; or ``prefill``: compute the prompt's KV and keep it pinned in the pool under ``transfer``;
     or ``decode``: the prompt's KV lies in the pool's committed lease ``transfer``, whose blocks become the job's.
+    A ``whole`` job may have a ``transfer``, too: its committed lease has the KV of the first part of the prompt, which
+    goes into the prefix cache as far as it is right, and is found there when the job's turn comes.
     """
 
     id: str
@@ -39,12 +41,13 @@ class Job(Struct):
 class FirstToken(Struct, frozen=True, gc=False):
     """Comes just before a job's token 0. ``queue_ms`` is from submission to its first iteration's start, ``ttft_ms``
     from submission to now. ``cached_tokens`` of the prompt were found in the prefix cache; what came by a transfer does
-    not count."""
+    not count. ``transferred_tokens`` are those of a whole job's prefix that a transfer brought and that were used."""
 
     job_id: str
     cached_tokens: int
     queue_ms: float
     ttft_ms: float
+    transferred_tokens: int = 0
 
 
 class Token(Struct, frozen=True, gc=False):
@@ -70,7 +73,9 @@ class Finished(Struct, frozen=True, gc=False):
     """Every token of the job was said before this. ``verified_blocks`` came by transfer and were found right.
 
     ``reason`` is ``stop`` when the model ended by itself, ``length`` at ``max_tokens``. ``gpu_ms`` is the job's share
-    of the worker's busy time, all GPUs of the worker together.
+    of the worker's busy time, all GPUs of the worker together. ``transferred_tokens`` as in ``FirstToken``;
+    ``dropped_blocks`` came for a whole job's prefix and were not its own, or lay behind one that was not, and were
+    computed instead.
     """
 
     job_id: str
@@ -79,6 +84,8 @@ class Finished(Struct, frozen=True, gc=False):
     output_tokens: int
     verified_blocks: int
     gpu_ms: float
+    transferred_tokens: int = 0
+    dropped_blocks: int = 0
 
 
 class Failed(Struct, frozen=True, gc=False):

@@ -18,8 +18,12 @@ class Outcome:
         self._jobs = jobs
 
     def take(self, iteration: Iteration, events: list[EngineEvent], now_ms: float) -> None:
-        """Append the events of ``iteration``, ended at ``now_ms``: its decodes in batch order, then its chunks."""
+        """Append the events of ``iteration``, ended at ``now_ms``: what was lent meanwhile, its decodes in batch order,
+        its chunks."""
         schedule = self._schedule
+        lent, schedule.lending = schedule.lending, []
+        for sequence in lent:
+            self._end_prefill(sequence, events, now_ms)
         if iteration.batch:
             schedule.decode_ms += iteration.each_ms
             for sequence in [sequence for sequence in schedule.decoding if sequence.cancelled]:
@@ -80,9 +84,7 @@ class Outcome:
             return
         self._schedule.prefilling.remove(sequence)
         if sequence.job.kind == "prefill":
-            self._pin(sequence)
-            queue_ms, took_ms = sequence.started_ms - sequence.submitted_ms, now_ms - sequence.submitted_ms
-            events.append(Prefilled(sequence.id, sequence.cached_tokens, queue_ms, took_ms, sequence.gpu_ms))
+            self._end_prefill(sequence, events, now_ms)
             return
         index = sequence.generated
         if not index:
@@ -94,6 +96,11 @@ class Outcome:
             self._complete(sequence, events)
         else:
             self._schedule.enter_batch(sequence)
+
+    def _end_prefill(self, sequence: EngineSequence, events: list[EngineEvent], now_ms: float) -> None:
+        self._pin(sequence)
+        queue_ms, took_ms = sequence.started_ms - sequence.submitted_ms, now_ms - sequence.submitted_ms
+        events.append(Prefilled(sequence.id, sequence.cached_tokens, queue_ms, took_ms, sequence.gpu_ms))
 
     def _pin(self, sequence: EngineSequence) -> None:
         tail = sequence.tail_content(self._pool.block_tokens)
@@ -115,9 +122,13 @@ class Outcome:
                 sequence.generated,
                 sequence.verified_blocks,
                 sequence.gpu_ms,
+                sequence.transferred_tokens,
+                sequence.dropped_blocks,
             )
         )
 
     def _first_token(self, sequence: EngineSequence, now_ms: float) -> FirstToken:
         queue_ms = sequence.started_ms - sequence.submitted_ms
-        return FirstToken(sequence.id, sequence.cached_tokens, queue_ms, now_ms - sequence.submitted_ms)
+        return FirstToken(
+            sequence.id, sequence.cached_tokens, queue_ms, now_ms - sequence.submitted_ms, sequence.transferred_tokens
+        )

@@ -44,10 +44,14 @@ class Pin(Struct):
 
 
 class Adopted(Struct):
-    """A lease's blocks, now a job's. Its KV is as it should be only when ``verified`` is the number of blocks."""
+    """A lease's blocks, now a job's. Its KV is as it should be only when ``verified`` is the number of blocks.
+
+    ``dropped`` blocks were freed instead, because they are of no use.
+    """
 
     blocks: list[int]
     verified: int
+    dropped: int = 0
 
 
 class KvPool:
@@ -164,11 +168,7 @@ class KvPool:
 
         Raises ``Fenced`` (and leaves the lease) when it is missing, not committed, or of another size.
         """
-        lease = self._leases.get(transfer)
-        if lease is None:
-            raise Fenced(transfer, 0, "no lease")
-        if not lease.committed:
-            raise Fenced(transfer, lease.epoch, "not committed")
+        lease = self._committed(transfer)
         if lease.tokens != tokens or len(contents) != len(lease.blocks):
             raise Fenced(transfer, lease.epoch, f"leased for {lease.tokens} tokens, not {tokens}")
         del self._leases[transfer]
@@ -178,6 +178,30 @@ class KvPool:
                 expected = content.payload(contents[index], self._tokens_in(tokens, index))
                 verified += written == content.digest(expected)
         return Adopted(lease.blocks, verified)
+
+    def adopt_prefix(self, transfer: str, contents: Sequence[int]) -> Adopted:
+        """End the lease and hand over its full blocks up to the first that is not what ``contents`` say; free the rest.
+
+        Raises ``Fenced`` (and leaves the lease) when it is missing or not committed.
+        """
+        lease = self._committed(transfer)
+        del self._leases[transfer]
+        full = min(lease.tokens // self.block_tokens, len(contents))
+        right = 0
+        while right < full and lease.digests[right] == content.digest(
+            content.payload(contents[right], self.block_tokens)
+        ):
+            right += 1
+        self.blocks.release(lease.blocks[right:])
+        return Adopted(lease.blocks[:right], right, len(lease.blocks) - right)
+
+    def _committed(self, transfer: str) -> Lease:
+        lease = self._leases.get(transfer)
+        if lease is None:
+            raise Fenced(transfer, 0, "no lease")
+        if not lease.committed:
+            raise Fenced(transfer, lease.epoch, "not committed")
+        return lease
 
     def _held(self, transfer: str, epoch: int) -> Lease:
         lease = self._leases.get(transfer)

@@ -28,6 +28,7 @@ class Schedule:
     def __init__(self, pool: KvPool, backlog: Backlog, max_batch: int) -> None:
         self.waiting: deque[EngineSequence] = deque()
         self.ready: deque[EngineSequence] = deque()
+        self.lending: list[EngineSequence] = []
         self.prefilling: list[EngineSequence] = []
         self.decoding: list[EngineSequence] = []
         self.joined: list[EngineSequence] = []
@@ -48,6 +49,26 @@ class Schedule:
         sequence.place = Place.READY
         self.ready.append(sequence)
 
+    def lend(self, sequence: EngineSequence) -> bool:
+        """Take a new job that is wholly cached out of the cache, for the end of the next iteration; False if it is not.
+
+        It waits for nobody: a prefix is lent just because this engine has no time to compute for it.
+        """
+        blocks = self._pool.blocks
+        count = len(sequence.keys)
+        if count * self._pool.block_tokens != sequence.prompt_tokens:
+            return False
+        if blocks.match(sequence.keys, count) < count:
+            return False
+        taken = blocks.take(sequence.keys, count, count)
+        assert taken is not None  # all of it is there
+        sequence.blocks = taken
+        sequence.filled = count
+        sequence.computed = sequence.cached_tokens = sequence.prompt_tokens
+        sequence.place = Place.LENT
+        self.lending.append(sequence)
+        return True
+
     def plan(self, budget_tokens: int, now_ms: float) -> tuple[Iteration | None, list[EngineSequence]]:
         """The next iteration (None when nothing can run), and who lost their blocks for it.
 
@@ -62,7 +83,7 @@ class Schedule:
             self.enter_batch(sequence)
         batch = len(self.decoding)
         chunks = self._chunks(budget_tokens - batch, now_ms)
-        return (Iteration(chunks, batch) if batch or chunks else None), preempted
+        return (Iteration(chunks, batch) if batch or chunks or self.lending else None), preempted
 
     def enter_batch(self, sequence: EngineSequence) -> None:
         """The prompt has its KV: from the next iteration on the sequence decodes."""
@@ -104,6 +125,8 @@ class Schedule:
             self.waiting.remove(sequence)
         elif sequence.place is Place.READY:
             self.ready.remove(sequence)
+        elif sequence.place is Place.LENT:
+            self.lending.remove(sequence)
         elif sequence.place is Place.PREFILL:
             self.prefilling.remove(sequence)
         elif sequence.place is Place.DECODE:
@@ -141,13 +164,9 @@ class Schedule:
         blocks = pool.blocks.take(sequence.keys, hits, pool.blocks_for(sequence.goal))
         if blocks is None:
             return False
-        sequence.blocks = blocks
-        sequence.filled = hits
-        sequence.computed = hits * pool.block_tokens
-        sequence.place = Place.PREFILL
         if sequence.cached_tokens < 0:
             sequence.start(now_ms)
-            sequence.cached_tokens = sequence.computed
+        sequence.admit(blocks, hits, pool.block_tokens)
         self._backlog.put(sequence, sequence.computed, sequence.goal - sequence.computed)
         return True
 

@@ -20,9 +20,11 @@ class Place(Enum):
     """holds no blocks"""
     READY = 1
     """its prompt's KV came by transfer; it joins the next iteration that has a place in the batch"""
-    PREFILL = 2
-    DECODE = 3
-    GONE = 4
+    LENT = 2
+    """all of it was cached; it holds these blocks for a transfer, and computes nothing"""
+    PREFILL = 3
+    DECODE = 4
+    GONE = 5
 
 
 class EngineSequence:
@@ -36,12 +38,14 @@ class EngineSequence:
         "_parent",
         "_rungs",
         "_tokens",
+        "arrived",
         "blocks",
         "cached_tokens",
         "cancelled",
         "checkpoint",
         "computed",
         "decode_mark_ms",
+        "dropped_blocks",
         "filled",
         "generated",
         "goal",
@@ -59,6 +63,7 @@ class EngineSequence:
         "reason",
         "started_ms",
         "submitted_ms",
+        "transferred_tokens",
         "verified_blocks",
     )
 
@@ -81,6 +86,9 @@ class EngineSequence:
         self.checkpoint = 0
         self.cached_tokens = -1
         self.verified_blocks = 0
+        self.arrived = range(0)  # blocks of the prompt that only a transfer brought
+        self.transferred_tokens = 0
+        self.dropped_blocks = 0
         self.cancelled = False
         self.submitted_ms = now_ms
         self.started_ms = now_ms
@@ -101,6 +109,17 @@ class EngineSequence:
     def start(self, now_ms: float) -> None:
         """Its first iteration begins. A driver that plans iterations end to end may date that before the job came."""
         self.started_ms = max(now_ms, self.submitted_ms)
+
+    def admit(self, blocks: list[int], hits: int, block_tokens: int) -> None:
+        """Its turn has come: ``blocks`` are its own from now on, the first ``hits`` of them with their KV."""
+        self.blocks = blocks
+        self.filled = hits
+        self.computed = hits * block_tokens
+        self.place = Place.PREFILL
+        if self.cached_tokens < 0:
+            arrived = self.arrived
+            self.transferred_tokens = max(0, min(hits, arrived.stop) - arrived.start) * block_tokens
+            self.cached_tokens = self.computed - self.transferred_tokens
 
     def context(self) -> int:
         """Tokens that the next step's attention reads."""

@@ -21,6 +21,7 @@ class AnswerRun(Run):
         self._author = ports.author(dispatch.inbox, dispatch.stream)
         self._inference: Inference | None = None
         self._received_tokens = 0
+        self._fetch_ms = 0.0  # waited for a prefix, in which the engine knew nothing of it
         self._outputs = 0
 
     @property
@@ -53,9 +54,10 @@ class AnswerRun(Run):
             case Output(data=data):
                 self._outputs += 1
                 self._author.chunk(data)
-            case FirstToken(cached_tokens=cached_tokens, queue_ms=queue_ms):
+            case FirstToken(cached_tokens=cached_tokens, queue_ms=queue_ms, transferred_tokens=transferred_tokens):
                 self._ttft_ms = self._since_accepted_ms()
-                self._queue_ms = queue_ms
+                self._queue_ms = queue_ms + self._fetch_ms
+                self._received_tokens = self._received_tokens or transferred_tokens
                 self._usage = Usage(self._usage.prompt_tokens, cached_tokens)
                 self._ports.events.say(
                     Phase.FIRST_TOKEN,
@@ -63,7 +65,7 @@ class AnswerRun(Run):
                     self._dispatch,
                     usage=self._usage,
                     transferred_tokens=self._received_tokens,
-                    queue_ms=queue_ms,
+                    queue_ms=self._queue_ms,
                     ttft_ms=self._ttft_ms,
                 )
             case Finished(usage=usage):

@@ -1,4 +1,4 @@
-"""Runs that compute a prompt's KV for another worker: the prefill half of a split."""
+"""Runs that have KV for another worker: the prefill half of a split, and prefixes that are lent."""
 
 from quartet_agent.engines.base import EngineEvent, Failed, Prefilled
 from quartet_agent.kv.departures import DepartureEnd
@@ -9,7 +9,10 @@ from quartet_core.openai import Inference, Refused
 
 
 class PrefillRun(Run):
-    """The first half of a split: computes the prompt's KV, and keeps it until its transfer is over."""
+    """Has the KV of a prompt, or of its first part, and keeps it until its transfer is over.
+
+    Of all of the prompt it is a split's first half, and computes it; of less it is a loan, and finds it in the cache.
+    """
 
     def __init__(self, ports: RunPorts, worker: HostedWorker, dispatch: Prefill) -> None:
         super().__init__(ports, worker, dispatch)
@@ -68,7 +71,9 @@ class PrefillRun(Run):
         super().fail(error, reason)
 
     def _continue(self, inference: Inference) -> None:
-        self._submit(inference, self._dispatch.split.transfer)
+        split = self._dispatch.split
+        lent = split.tokens if split.tokens < self._dispatch.prompt_tokens else 0
+        self._submit(inference, split.transfer, prefix_tokens=lent)
 
     def _give_back(self) -> None:
         self._ports.departures.release(self._dispatch.split.transfer)

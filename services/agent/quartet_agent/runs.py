@@ -1,6 +1,6 @@
 """Runs: what becomes of one accepted dispatch, as a state machine that ends exactly once.
 
-    reading ─► read ─► working ─► ended            an answer; as half of a split it waits in "read" for its KV
+    reading ─► read ─► working ─► ended            an answer; it waits in "read" for KV that comes from elsewhere
     reading ─► read ─► working ─► kept ─► ended    a prefill, whose KV is kept until its transfer is over
 
 Every way out (done, cancelled, failed, past its deadline, the agent stopping) goes through ``_end``, which says END,
@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from msgspec import structs
+
 from quartet_agent.engines.base import EngineEvent, Usage, Work
 from quartet_agent.events import EventAuthor, role_of
 from quartet_agent.kv.arrivals import Arrivals
 from quartet_agent.kv.departures import Departures
+from quartet_agent.kv.figures import FetchFigures
 from quartet_agent.worker import HostedWorker
 from quartet_bus.author import StreamAuthor
 from quartet_bus.bus import PayloadTooLarge
@@ -43,7 +46,8 @@ class RunPorts:
     """What runs need of their agent.
 
     ``started`` is called when a run's job is with the engine and may get events, ``ended`` when the run has ended,
-    ``broken`` when what happened to it is our own fault and belongs into the log.
+    ``broken`` when what happened to it is our own fault and belongs into the log. ``fetches`` counts what became of
+    prefixes that other workers lend.
     """
 
     loop: AbstractEventLoop
@@ -54,6 +58,7 @@ class RunPorts:
     departures: Departures
     models: Mapping[str, ModelSection]
     lease_ms: float
+    fetches: FetchFigures
     started: Callable[["Run"], None]
     ended: Callable[["Run"], None]
     broken: Callable[["Run", Exception], None]
@@ -139,7 +144,6 @@ class Run(ABC):
         except Refused as error:
             self.fail(error, "invalid")
             return
-        self._stop_reading()
         self.state = RunState.READ
         self._continue(inference)
 
@@ -156,8 +160,9 @@ class Run(ABC):
         self.worker.unread_ms = left_ms if left_ms > 1e-6 else 0.0
         self._unread_ms = 0.0
 
-    def _submit(self, inference: Inference, transfer: str = "") -> bool:
+    def _submit(self, inference: Inference, transfer: str = "", *, prefix_tokens: int = 0) -> bool:
         """Give it to the engine. False when it ended instead."""
+        self._stop_reading()
         dispatch = self.dispatch
         model = self._ports.models.get(dispatch.model)
         work = Work(
@@ -170,6 +175,7 @@ class Run(ABC):
             default_max_tokens=model.max_tokens if model is not None else ModelSection("").max_tokens,
             salt=dispatch.salt,
             transfer=transfer,
+            prefix_tokens=prefix_tokens,
         )
         try:
             self.worker.adapter.submit(work)
@@ -184,13 +190,7 @@ class Run(ABC):
     def _stop_work(self) -> None:
         if self._in_engine:
             self._in_engine = False
-            self._usage = Usage(
-                self._usage.prompt_tokens,
-                self._usage.cached_tokens,
-                self._usage.output_tokens,
-                self._usage.verified_blocks,
-                self.worker.adapter.cancel(self.job),
-            )
+            self._usage = structs.replace(self._usage, busy_ms=self.worker.adapter.cancel(self.job))
 
     def _since_accepted_ms(self) -> float:
         return self._ports.now_ms() - self._accepted_ms

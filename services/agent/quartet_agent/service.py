@@ -19,6 +19,7 @@ from quartet_agent.inventory import InventoryAuthor
 from quartet_agent.kv.arrivals import Arrivals
 from quartet_agent.kv.commands import KvCommands
 from quartet_agent.kv.departures import Departures
+from quartet_agent.kv.figures import FetchFigures
 from quartet_agent.kv.mover import Mover
 from quartet_agent.loading.resident import ResidentSet
 from quartet_agent.runs import Run, RunPorts
@@ -83,6 +84,7 @@ class AgentService(Service):
         self._phases = self.metrics.counter("request_events", "Request events said.", ("phase", "outcome"))
         self._tokens = self.metrics.counter("tokens", "Tokens of ended streams.", ("kind",))
         self._moved = self.metrics.counter("kv_moved_bytes", "KV sent: charged to the link, on the wire.", ("kind",))
+        self._fetches = FetchFigures(self.metrics)
         self._unreadable_cancels = self.metrics.counter("unreadable_cancels", "Cancels that could not be read.")
 
     async def start(self) -> None:
@@ -157,6 +159,7 @@ class AgentService(Service):
             departures=self.departures,
             models=config.models,
             lease_ms=config.kv.lease_ms,
+            fetches=self._fetches,
             started=self.streams.started,
             ended=self.streams.end,
             broken=self._broken,

@@ -9,6 +9,7 @@ from quartet_agent.beats.words import WordBoard
 from quartet_agent.cancels import CancelMemory, matches
 from quartet_agent.engines.base import EngineEvent
 from quartet_agent.events import EventAuthor
+from quartet_agent.fetches import FetchingRun
 from quartet_agent.kv.arrivals import LeaseEnd
 from quartet_agent.prefills import PrefillRun
 from quartet_agent.runs import Dispatch, Run, RunPorts
@@ -182,7 +183,11 @@ class Streams:
     def _run(self, ports: RunPorts, worker: HostedWorker, dispatch: Dispatch) -> Run | None:
         """A run of ``dispatch``; None when its transfer has another one already."""
         if isinstance(dispatch, RunDispatch):
-            answer = AnswerRun(ports, worker, dispatch)
+            # A worker whose engine takes part in no transfer computes what it was offered.
+            fetch = dispatch.fetch if dispatch.split is None and worker.adapter.kv is not None else None
+            answer = (
+                AnswerRun(ports, worker, dispatch) if fetch is None else FetchingRun(ports, worker, dispatch, fetch)
+            )
             if not answer.transfer:
                 return answer
             if answer.transfer in self._waiting_kv:

@@ -44,6 +44,9 @@ from quartet_kv_coordinator.roster import Gone, Roster
 MAX_DEADLINE_MS = 600_000.0
 """What a plan without a deadline (or a silly one) gets: no transfer may hold blocks for ever."""
 
+_COMPUTED_FIRST = (TransferReason.SPLIT, TransferReason.FETCH)
+"""Transfers whose source says PREFILLED when it has the KV: computed, or (of a fetch) found in its cache."""
+
 MAX_EARLY = 4096
 """Request events that came before their plan and are kept for it."""
 
@@ -215,7 +218,7 @@ class Conductor:
         machine = Transfer(
             deadline_ns=heard_ns + int(deadline_ms * 1e6),
             lease_ns=int(self._lease_ms * 1e6),
-            ready=plan.reason is not TransferReason.SPLIT,
+            ready=plan.reason not in _COMPUTED_FIRST,
         )
         nodes = {}
         for side, worker in ((Side.SOURCE, plan.source), (Side.TARGET, plan.target)):

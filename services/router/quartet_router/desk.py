@@ -322,8 +322,8 @@ class Desk:
         self._note(flight, LedgerAction.DISPATCHED, plan)
         self._figures.sent(plan, fleet)
         self._say_event(flight, Phase.DISPATCHED, worker=target.id)
-        # The worker's time to ack begins when our own note of the dispatch comes back: then the broker has passed it on,
-        # and we hear what comes. A router that lags must not blame its workers, and try everything three times.
+        # The worker's time to ack begins when our own note of the dispatch comes back: then the broker has passed it
+        # on, and we hear what comes. A router that lags must not blame its workers, and try everything three times.
         self._service.later(_ECHO_PATIENCE * self._router.dispatch_ack_ms / 1e3, self._ack_due, flight, try_)
         if flight.decision is not None and flight.decision.reason is Reason.TRIAL:
             patience_ms = _TRIAL_FACTOR * plan.ttft_ms + _TRIAL_MS

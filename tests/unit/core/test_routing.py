@@ -13,6 +13,7 @@ from quartet_core.affinity import rows_of
 from quartet_core.linkbook import LinkBook, PricedLink
 from quartet_core.plan import Reason
 from quartet_core.planes import slots
+from quartet_core.policy.base import lateness
 from quartet_core.routing import UnknownPolicy
 from quartet_core.verdict import Verdict
 from quartet_core.word import batch_level, drift_level, free_kv_level, pack, queue_level
@@ -153,7 +154,7 @@ def test_the_long_prompt_rule_counts_uncached_tokens_only():
 
 def test_a_prompt_goes_where_its_kv_fits():
     routing = fleet("H100_SXM5", "L40S_PCIE")
-    hear(routing, 0, word(free=0.01))
+    hear(routing, 0, word(free=0.01, batch=1))
     assert chosen(routing, fleets.ask(prompt(9_000))).prefill == 1
 
 
@@ -294,7 +295,7 @@ def objective(routing, ask, slot, cached):
     iterations = math.ceil((load.queued_tokens + uncached) / load.room)
     ttft = ask.waited_ms + load.wait_ms + prefill + iterations * load.step_ms
     harm = load.crowd * prefill / ask.output_tokens + load.harm
-    return max(ttft / ask.ttft_ms, load.tpot_ms / ask.tpot_ms) + harm
+    return lateness(ttft / ask.ttft_ms, load.tpot_ms / ask.tpot_ms) + harm
 
 
 @settings(max_examples=60, deadline=None)

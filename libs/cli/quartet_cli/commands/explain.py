@@ -15,7 +15,9 @@ from quartet_rpc.v1 import admin_pb2 as pb
 if TYPE_CHECKING:
     from quartet_cli.commands import Commands
 
-_TERMS = ("cached_tokens", "ahead_ms", "prefill_ms", "kv_ms", "ttft_ms", "tpot_ms", "total_ms", "cost")
+_TERMS = (
+    "cached_tokens", "fetched_tokens", "ahead_ms", "prefill_ms", "kv_ms", "ttft_ms", "tpot_ms", "total_ms", "cost",
+)  # fmt: skip
 
 
 def add_to(commands: "Commands") -> None:
@@ -44,12 +46,12 @@ def _decision(number: int, decision: dict[str, Any], router: str) -> Table:
     held = ", held" if decision["hold"] else ""
     made = table(
         f"Decision {number} of {router}, policy {decision['policy']}: {decision['reason']}{held}",
-        ("prefill", "decode"),
+        ("prefill", "decode", "source"),
         _TERMS,
         caption=f"{decision['prompt_tokens']} prompt tokens, about {decision['expected_output_tokens']:g} to come; "
         f"targets TTFT {targets['ttft']:g} ms, TPOT {targets['tpot']:g} ms\ncandidates left after each filter: "
         + ", ".join(f"{name} {count}" for name, count in decision["candidates_left"].items()),
     )
     for plan in decision["plans"]:
-        made.add_row(plan["prefill"], plan["decode"], *(f"{plan[term]:g}" for term in _TERMS))
+        made.add_row(plan["prefill"], plan["decode"], plan["source"], *(f"{plan[term]:g}" for term in _TERMS))
     return made

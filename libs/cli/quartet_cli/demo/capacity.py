@@ -40,8 +40,8 @@ class PoolCapacity:
 
     def work_ms(self, end: RequestEvent) -> float:
         """The time that what ``end`` tells of would take."""
-        new = end.prompt_tokens - end.cached_tokens
-        prefill_ms = 0.0 if end.role is Role.DECODE else self._profile.prefill_ms(end.cached_tokens, new)
+        had = end.cached_tokens + (end.transferred_tokens if end.role is Role.BOTH else 0)
+        prefill_ms = 0.0 if end.role is Role.DECODE else self._profile.prefill_ms(had, end.prompt_tokens - had)
         if end.role is Role.PREFILL:
             return prefill_ms
         context = end.prompt_tokens + end.output_tokens // 2

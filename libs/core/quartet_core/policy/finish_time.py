@@ -5,7 +5,7 @@ For a request with targets T (first token) and P (per token), u uncached tokens 
     TTFT = waited + half an iteration + drift·(queue + prefill(u)) + the decode steps carried along + KV transfer
     TPOT = drift·step(batch + 1) / (1 − φ)
     harm = batch_p·prefill_p(u)/L·E_p[1/P]  +  batch_d·(step_d(batch + 1) − step_d(batch))/(1 − φ_d)·E_d[1/P]
-    J    = max(TTFT/T, TPOT/P) + κ·harm
+    J    = max(TTFT/T, TPOT/P) + LESSER·min(TTFT/T, TPOT/P) + κ·harm
 
 No class name, threshold or price is in it: an H100 is preferred where its profile makes it better, and left alone
 where a cheaper card meets the targets with less harm. (Objective study: of twelve objectives the best on conversation,
@@ -18,7 +18,8 @@ from typing import ClassVar
 
 from quartet_core.fleet import Kind
 from quartet_core.plan import Ask, Candidates, Decision, Plan, Reason
-from quartet_core.policy.base import Policy
+from quartet_core.policy.base import LESSER, Policy, lateness
+from quartet_core.policy.fetching import best_fetch
 from quartet_core.word import queue_level
 
 _DECODERS = 3
@@ -47,8 +48,19 @@ class FinishTime(Policy):
                 considered = (split, *considered)
         if plan is None:
             return Decision(reason=Reason.NO_PREFILL_WORKER, left=candidates.left)
+        if ask.plans_fetch:
+            fetch = best_fetch(self.view, self.spread, ask, candidates, plan.cached_tokens, plan.cost)
+            if fetch is not None:
+                plan = fetch
+                considered = (fetch, *considered)
         hold = self.view.board.loads[plan.prefill].queue_ms > self.worker(plan.prefill).kind.ahead_ms
-        reason = Reason.HELD if hold else Reason.SPLIT if plan.split else Reason.BEST
+        reason = Reason.BEST
+        if hold:
+            reason = Reason.HELD
+        elif plan.split:
+            reason = Reason.SPLIT
+        elif plan.fetches:
+            reason = Reason.FETCH
         return Decision(reason=reason, plan=plan, hold=hold, left=candidates.left, considered=considered)
 
     def _best_whole(self, ask: Ask, candidates: Candidates, firsts: list[_First] | None) -> tuple[float, int, int]:
@@ -109,7 +121,7 @@ class FinishTime(Policy):
                         if not whole & cell:
                             continue
                     early, often = first / ttft, load.tpot_ms / tpot
-                    cost = (early if early > often else often) + both
+                    cost = (early + LESSER * often if early > often else often + LESSER * early) + both
                     if cost < least:
                         least, best, best_cached, best_turn = cost, cell, cached, kind.index
             weighed |= plane
@@ -140,7 +152,7 @@ class FinishTime(Policy):
                 if price is None:
                     continue
                 ttft_ms = first_ms + price[0] + 0.5 * other.step_ms
-                cost = max(ttft_ms / ask.ttft_ms, often) + both
+                cost = lateness(ttft_ms / ask.ttft_ms, often) + both
                 if cost < bound:
                     bound = cost
                     best = Plan(

@@ -18,7 +18,9 @@ from quartet_core.openai import Inference, Refused
 class Work(Struct, frozen=True):
     """One job for an engine. ``job`` is unique while it runs; ``answer_id`` is what the client sees as the answer's id.
 
-    ``role`` BOTH is a whole request. PREFILL computes the prompt's KV and keeps it under ``transfer``; DECODE reads it
+    ``role`` BOTH is a whole request; with a ``transfer``, that committed lease has the KV of the prompt's first part,
+    which is used as far as it is right, and never makes the job fail. PREFILL computes the KV of the prompt's first
+    ``prefix_tokens`` tokens (0: of all) as far as it is not cached, and keeps it under ``transfer``; DECODE reads it
     from the committed lease ``transfer``. ``default_max_tokens`` holds where the body sets no limit. ``salt`` isolates
     the job's prefixes from those of other salts.
     """
@@ -32,12 +34,15 @@ class Work(Struct, frozen=True):
     default_max_tokens: int
     salt: bytes = b""
     transfer: str = ""
+    prefix_tokens: int = 0
 
 
 class Usage(Struct, frozen=True):
     """What a job came to. ``verified_blocks`` are the received KV blocks that were found to be the prompt's own.
 
-    ``busy_ms`` is the job's share of the engine's busy time.
+    ``busy_ms`` is the job's share of the engine's busy time. Of a whole request that was given a transfer,
+    ``transferred_tokens`` of the prompt came by it and were used (``cached_tokens`` were here before), and
+    ``dropped_blocks`` came in vain.
     """
 
     prompt_tokens: int = 0
@@ -45,14 +50,20 @@ class Usage(Struct, frozen=True):
     output_tokens: int = 0
     verified_blocks: int = 0
     busy_ms: float = 0.0
+    transferred_tokens: int = 0
+    dropped_blocks: int = 0
 
 
 class FirstToken(Struct, frozen=True):
-    """The job's first token was computed; ``queue_ms`` is how long it waited before the engine took it up."""
+    """The job's first token was computed; ``queue_ms`` is how long it waited before the engine took it up.
+
+    ``transferred_tokens`` as in ``Usage``.
+    """
 
     job: str
     cached_tokens: int = 0
     queue_ms: float = 0.0
+    transferred_tokens: int = 0
 
 
 class Output(Struct, frozen=True):
@@ -160,9 +171,10 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def submit(self, work: Work) -> None:
-        """Called for each accepted request, once its prompt was read (and, for DECODE, its lease committed).
+        """Called for each accepted request, once its prompt was read (and, with a lease to read, that is committed).
 
-        Raises ``Refused`` when this engine will never do it; then no event comes for the job.
+        Raises ``Refused`` when this engine will never do it, ``BlocksFenced`` when the lease is not as it must be; then
+        no event comes for the job.
         """
 
     @abstractmethod

@@ -124,10 +124,12 @@ class SimulatedAdapter(EngineAdapter):
             self._timer.cancel()
 
     def submit(self, work: Work) -> None:
-        """As ``EngineAdapter.submit``; a DECODE job whose lease is not as it must be raises ``BlocksFenced``."""
+        """As ``EngineAdapter.submit``."""
         inference = work.inference
         options = read_options(work.body, inference)
         tokens = prompt_ids(inference)
+        if work.prefix_tokens:
+            tokens = tokens[: work.prefix_tokens]
         room = max(1, self._engine.max_context - len(tokens))
         job = sim.Job(
             id=work.job,
@@ -220,7 +222,7 @@ class SimulatedAdapter(EngineAdapter):
                 case sim.Token():
                     self._on_token(event, answer, told)
                 case sim.FirstToken():
-                    told.append(FirstToken(event.job_id, event.cached_tokens, event.queue_ms))
+                    told.append(FirstToken(event.job_id, event.cached_tokens, event.queue_ms, event.transferred_tokens))
                     if answer.stream and answer.writer is not None and (opening := answer.writer.first()) is not None:
                         told.append(Output(event.job_id, opening))
                 case sim.Finished():
@@ -255,7 +257,13 @@ class SimulatedAdapter(EngineAdapter):
         else:
             told.append(Output(event.job_id, writer.whole(answer.texts, *counts)))
         usage = Usage(
-            answer.prompt_tokens, event.cached_tokens, event.output_tokens, event.verified_blocks, event.gpu_ms
+            answer.prompt_tokens,
+            event.cached_tokens,
+            event.output_tokens,
+            event.verified_blocks,
+            event.gpu_ms,
+            event.transferred_tokens,
+            event.dropped_blocks,
         )
         told.append(Finished(event.job_id, usage))
 

@@ -91,8 +91,9 @@ class Arrivals:
         self._on_lost = on_lost
         self._leases: dict[str, Lease] = {}
         self._epoch = 0
-        # epochs of transfers whose blocks were handed over: a repeated COMMIT is answered as the first was
-        self._handed_over: OrderedDict[str, int] = OrderedDict()
+        # Transfers that are over here. With their epoch, blocks that were handed over: a repeated COMMIT is answered as
+        # the first was. With 0, what nobody waits for any more: its RESERVE may still be on its way.
+        self._over: OrderedDict[str, int] = OrderedDict()
         self.address = ""
         """Where the mover listens; set once it does."""
         self.expired = 0
@@ -105,7 +106,7 @@ class Arrivals:
         """RESERVE: lease blocks. Asked again, the answer is the same lease."""
         lease = self._leases.get(command.transfer)
         if lease is None:
-            if command.transfer in self._handed_over:
+            if command.transfer in self._over:
                 return KvReply(False, command.transfer, "fenced")
             self._epoch += 1
             if command.tokens <= 0 or not pool.reserve(command.transfer, command.tokens, self._epoch):
@@ -130,7 +131,7 @@ class Arrivals:
         transfer = command.transfer
         lease = self._leases.get(transfer)
         if lease is None:
-            epoch = self._handed_over.get(transfer, 0)
+            epoch = self._over.get(transfer, 0)
             known = epoch > 0 and command.epoch == epoch
             return KvReply(known, transfer, "" if known else "fenced", epoch)
         if command.epoch != lease.epoch:
@@ -157,6 +158,11 @@ class Arrivals:
         if lease is not None and epoch in (0, lease.epoch):
             self._end(lease, LeaseEnd.RELEASED)
 
+    def decline(self, transfer: str) -> None:
+        """Nobody waits for ``transfer`` any more: free its lease, and grant it none from now on."""
+        self.release(transfer)
+        self._remember(transfer, self._over.get(transfer, 0))
+
     def committed(self, worker: str, transfer: str) -> bool:
         """Whether the blocks of ``transfer`` wait on ``worker`` for their job."""
         lease = self._leases.get(transfer)
@@ -172,9 +178,7 @@ class Arrivals:
         lease = self._leases.pop(transfer)
         self._stop_timer(lease)
         lease.state = State.RELEASED
-        self._handed_over[transfer] = lease.epoch
-        while len(self._handed_over) > _REMEMBERED:
-            self._handed_over.popitem(last=False)
+        self._remember(transfer, lease.epoch)
         return lease.tokens
 
     def open(self, transfer: str, epoch: int, secret: bytes) -> Lease:
@@ -210,6 +214,11 @@ class Arrivals:
         """Free everything."""
         for lease in list(self._leases.values()):
             self._end(lease, LeaseEnd.RELEASED)
+
+    def _remember(self, transfer: str, epoch: int) -> None:
+        self._over[transfer] = epoch
+        while len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
 
     def _renew(self, lease: Lease, lease_ms: float) -> None:
         self._stop_timer(lease)
