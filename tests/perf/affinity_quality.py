@@ -1,11 +1,11 @@
 """What quantizing affinity costs: ladder and Bloom filter against an exact block index, on real traces.
 
-    python tests/perf/affinity_quality.py [--seeds N]
+    python tests/perf/affinity_quality.py [--seeds N | --ladders]
 
 prints the tables of ``docs/affinity.md``; ``make bench ONLY=affinity_quality`` the same as JSON lines.
 
 Two comparisons. *Replayed*: the whole trace, once routed by the table and once by the index. One other choice changes
-all that follow, so two such runs differ by chance, too: by 1 to 2 % of the hit rate, and by a tenth of the mean time to
+all that follow, so two such runs differ by chance, too: by 1 to 3 % of the hit rate, and by a tenth of the mean time to
 first token where single misses take seconds. *Decided*: at each request of the run that the index routes, the table is
 asked as well, and what would have come of its choice is read off the true caches. There chance has no part.
 """
@@ -21,7 +21,7 @@ import fleets
 from affinity_index import ExactIndex, RoundedIndex, WatchedTable, Workload
 from affinity_replay import Outcome, RivalOf, replay
 
-from quartet_core.ladder import RUNGS, rungs_within, sketch_tokens
+from quartet_core.ladder import BLOCK_TOKENS, MAX_BLOCKS, RUNGS, rungs_within, sketch_tokens
 from quartet_sim.prompts import prompt_ids
 from quartet_sim.sessions import SESSION_BLOCK_TOKENS, agentic_sessions, overlay
 from quartet_sim.traces import MOONCAKE_BLOCK_TOKENS, azure_conversation, mooncake_conversation, sped_up
@@ -112,17 +112,33 @@ def _as_routed(table: Any, index: ExactIndex) -> WatchedTable:
     return WatchedTable(table, index, {})
 
 
+def _rounded(depths: list[int]) -> RivalOf:
+    return lambda _table, index: RoundedIndex(index, depths)
+
+
 def capped(step_tokens: int) -> RivalOf:
     """A ladder like ours, but with no step longer than ``step_tokens``."""
-    depths = [64 * blocks for blocks in RUNGS]
+    depths = [BLOCK_TOKENS * blocks for blocks in RUNGS]
     last = next(low for low, high in pairwise(depths) if high - low > step_tokens)
-    depths = [depth for depth in depths if depth <= last]
-    depths += range(last + step_tokens, 1 << 20, step_tokens)
-    return lambda _table, index: RoundedIndex(index, depths)
+    return _rounded([depth for depth in depths if depth <= last] + [*range(last + step_tokens, 1 << 20, step_tokens)])
+
+
+def octaves(rungs: int) -> RivalOf:
+    """A ladder like ours with ``rungs`` rungs to the octave; with ours, an exact index that is only rounded."""
+    blocks = [1]
+    while blocks[-1] < MAX_BLOCKS:
+        blocks.append(max(blocks[-1] + 1, int(blocks[-1] * 2 ** (1 / rungs))))
+    return _rounded([BLOCK_TOKENS * each for each in blocks])
 
 
 RIVALS: dict[str, RivalOf] = {
     "table": _as_routed, "every probe": _every_probe, "steps of 2,048": capped(2_048),
+}  # fmt: skip
+
+
+LADDERS: dict[str, RivalOf] = {
+    "table": _as_routed, "8 to the octave, exactly": octaves(8), "16 to the octave": octaves(16),
+    "32 to the octave": octaves(32), "steps of 4,096": capped(4_096), "steps of 2,048": capped(2_048),
 }  # fmt: skip
 
 
@@ -180,6 +196,21 @@ def run_trace(trace: Trace, sizes: Sequence[int], seeds: int) -> Iterator[dict[s
         yield line
 
 
+def run_ladders(sizes: Sequence[int] = (8, 32)) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Other ladders on the session trace: for each, by size, what its choices change (hits %, TTFT %)."""
+    workload, arrivals_of = sessions()
+    outcomes = [replay(workload, arrivals_of(1, n), fleet(n), exact=True, rivals=LADDERS) for n in sizes]
+    for name in LADDERS:
+        rivals = [(outcome.rivals[name], outcome.chosen) for outcome in outcomes]
+        yield (
+            name,
+            [
+                (_pct(rival.found_tokens, chosen.found_tokens), _pct(rival.ttft_ms, chosen.ttft_ms))
+                for rival, chosen in rivals
+            ],
+        )
+
+
 def run_shared(speeds: Sequence[float] = (1.0, 4.0), workers: int = 16) -> Iterator[dict[str, Any]]:
     """How requests that share a system prompt spread over equal workers, beside the same ones that share none."""
     for speed in speeds:
@@ -230,5 +261,11 @@ def _print(line: dict[str, Any]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, default=0, help="replays of each trace and size")
-    for each in run(parser.parse_args().seeds):
-        _print(each)
+    parser.add_argument("--ladders", action="store_true", help="compare other ladders instead")
+    arguments = parser.parse_args()
+    if arguments.ladders:
+        for name, figures in run_ladders():
+            print(f"| {name} | {' | '.join(f'{hits:+.2f} / {ttft:+.2f}' for hits, ttft in figures)} |")
+    else:
+        for each in run(arguments.seeds):
+            _print(each)

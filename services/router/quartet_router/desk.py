@@ -2,7 +2,7 @@
 
 import time
 
-from quartet_bus import frames, subjects
+from quartet_bus import subjects
 from quartet_bus.bus import PayloadTooLarge
 from quartet_bus.config.schema import Config
 from quartet_bus.messages import (
@@ -10,13 +10,6 @@ from quartet_bus.messages import (
     LedgerAction,
     LedgerNote,
     Phase,
-    Prefill,
-    RequestEvent,
-    Role,
-    Run,
-    Split,
-    TransferPlan,
-    TransferReason,
 )
 from quartet_bus.service import Service
 from quartet_core import dispatch as steps
@@ -26,10 +19,12 @@ from quartet_core.hold import HoldQueue
 from quartet_core.openai import Refused
 from quartet_core.plan import Decision, Plan, Reason
 from quartet_core.routing import Routing
+from quartet_router import orders
 from quartet_router.dryrun import DryRun
 from quartet_router.explain import Explanations
 from quartet_router.figures import Figures
 from quartet_router.flight import Flight, Flights
+from quartet_router.voice import Voice
 
 _REVIEWED = 16
 """Held requests of a model that one review decides anew, first ones first."""
@@ -58,6 +53,7 @@ class Desk:
         self._explanations = explanations
         self._figures = figures
         self.dry_run = DryRun(routing)
+        self._voice = Voice(service, routing.fleet)
         self._transfers = 0
         self._review_due = False
         self.holds = HoldQueue(max_requests=config.router.hold_max_requests, max_bytes=config.router.hold_max_bytes)
@@ -82,7 +78,7 @@ class Desk:
             if isinstance(action, steps.Cancel):
                 self._cancel(flight, action)
             elif isinstance(action, steps.Fail):
-                self._tell_error(flight, action.error)
+                self._voice.error(flight, action.error, self.now_ms())
             elif isinstance(action, steps.Send):
                 self._figures.retried()
                 self._flights.lifted(flight)
@@ -94,7 +90,8 @@ class Desk:
     def fail(self, flight: Flight, error: Refused) -> None:
         """Refuse a flight for a reason of the router's own."""
         self._figures.rejected.labels(str(error.status)).inc()
-        self._say_event(flight, Phase.REJECTED, reason=error.body.code or error.body.type, code=error.status)
+        reason = error.body.code or error.body.type
+        self._voice.event(flight, Phase.REJECTED, self.now_ms(), reason=reason, code=error.status)
         self.act(flight, flight.dispatch.failed(error))
 
     def _decide(self, flight: Flight, *, behind_others: bool = False) -> None:
@@ -171,8 +168,8 @@ class Desk:
         """Once a second: tell clients whose requests wait that they do."""
         now_ms = self.now_ms()
         for flight in self._flights:
-            if flight.dispatch.stage is Stage.HELD and now_ms - flight.frames_at_ms >= 900.0:
-                self._frame(flight, frames.Alive(id=flight.id, attempt=flight.attempt, try_=flight.frame_try))
+            if flight.dispatch.stage is Stage.HELD:
+                self._voice.alive(flight, now_ms)
 
     def _claimed(self, slot: int) -> bool:
         """Whether held requests wait for this worker, here or at another replica."""
@@ -203,12 +200,7 @@ class Desk:
         if flight.dispatch.stage is not Stage.HELD:
             self._figures.held()
             flight.dispatch.held()
-            remaining_ms = until_ms - now_ms
-            self._frame(
-                flight,
-                frames.Held(id=flight.id, attempt=flight.attempt, try_=flight.frame_try, remaining_ms=remaining_ms),
-            )
-            self._say_event(flight, Phase.HELD)
+            self._voice.held(flight, until_ms - now_ms, now_ms)
         if plan is not None:
             self._reserve(flight, plan, until_ms - now_ms)
         return True
@@ -218,7 +210,7 @@ class Desk:
         key = flight.ledger_key(worker.id, worker.incarnation)
         flight.ledger_keys = {plan.prefill: key}
         self._routing.sent(flight.ledger_keys, plan, flight.ask, self.now_ms(), reserved_for_ms=remaining_ms)
-        self._note(flight, LedgerAction.RESERVED, plan, remaining_ms)
+        self._voice.note(flight, LedgerAction.RESERVED, plan, remaining_ms)
 
     def _unhold(self, key: tuple[str, str, int]) -> None:
         """End a hold and its reservation."""
@@ -266,51 +258,22 @@ class Desk:
     # Sending
 
     def _send(self, flight: Flight, plan: Plan) -> None:
-        fleet = self._routing.fleet
-        target = fleet.at(plan.decode)
+        now_ms, router = self.now_ms(), self._service.instance
+        target = self._half(plan.decode)
         prefill = self._half(plan.prefill) if plan.split else None
         lender = self._half(plan.source) if plan.fetches else None
         giver = prefill or lender
-        now_ms = self.now_ms()
-        try_ = flight.dispatch.sent(plan, self._half(plan.decode), prefill, lender)
-        tokens = flight.ask.prompt_tokens
-        from_there = from_here = None
+        try_ = flight.dispatch.sent(plan, target, prefill, lender)
         if giver is not None:
             self._transfers += 1
-            flight.transfer = f"{self._service.instance}-{self._transfers}"
-            moved_tokens = plan.fetched_tokens if plan.fetches else tokens
-            from_there = Split(flight.transfer, giver.worker, giver.incarnation, moved_tokens)
-            from_here = Split(flight.transfer, target.id, target.incarnation, moved_tokens)
-        deadline_ms = max(1, int(flight.deadline_at_ms - now_ms)) if flight.deadline_at_ms else 0
-        body = flight.body or b""
-        run = Run(
-            stream=flight.stream,
-            tenant=flight.tenant,
-            model=flight.model,
-            worker=target.id,
-            incarnation=target.incarnation,
-            inbox=flight.inbox,
-            body=body,
-            router=self._service.instance,
-            prompt_tokens=tokens,
-            deadline_ms=deadline_ms,
-            ttft_ms=flight.ask.ttft_ms,
-            tpot_ms=flight.ask.tpot_ms,
-            predicted_ttft_ms=plan.ttft_ms,
-            predicted_prefill_ms=plan.prefill_ms,
-            predicted_total_ms=plan.total_ms,
-            waited_ms=now_ms - flight.arrived_ms,
-            priority=flight.priority,
-            session=flight.session,
-            salt=flight.salt,
-            split=from_there if prefill is not None else None,
-            fetch=from_there if lender is not None else None,
-            fetch_wait_ms=plan.fetch_wait_ms,
-        )
+            flight.transfer = f"{router}-{self._transfers}"
+        say = self._service.say
         try:
-            self._service.say(subjects.worker_run(target.id), run)
-            if giver is not None and from_here is not None:
-                self._send_prefill(flight, plan, giver, from_here, deadline_ms)
+            say(subjects.worker_run(target.worker), orders.run(flight, plan, target, giver, router, now_ms))
+            if giver is not None:
+                order = orders.prefill(flight, plan, target, giver, router, now_ms)
+                say(subjects.worker_prefill(giver.worker), order)
+                say(subjects.kv_plan(), orders.transfer(flight, plan, target, giver, router, now_ms))
         except PayloadTooLarge as error:
             self.fail(flight, openai.too_large(error.size_bytes, error.limit_bytes))
             return
@@ -319,9 +282,12 @@ class Desk:
         }
         self._routing.sent(flight.ledger_keys, plan, flight.ask, now_ms)
         self._flights.placed(flight)
-        self._note(flight, LedgerAction.DISPATCHED, plan)
-        self._figures.sent(plan, fleet)
-        self._say_event(flight, Phase.DISPATCHED, worker=target.id)
+        self._voice.note(flight, LedgerAction.DISPATCHED, plan)
+        self._figures.sent(plan, self._routing.fleet)
+        self._voice.event(flight, Phase.DISPATCHED, now_ms, worker=target.worker)
+        self._await_ack(flight, plan, try_)
+
+    def _await_ack(self, flight: Flight, plan: Plan, try_: int) -> None:
         # The worker's time to ack begins when our own note of the dispatch comes back: then the broker has passed it
         # on, and we hear what comes. A router that lags must not blame its workers, and try everything three times.
         self._service.later(_ECHO_PATIENCE * self._router.dispatch_ack_ms / 1e3, self._ack_due, flight, try_)
@@ -332,49 +298,6 @@ class Desk:
     def _half(self, slot: int) -> Half:
         worker = self._routing.fleet.at(slot)
         return Half(worker.slot, worker.id, worker.incarnation)
-
-    def _send_prefill(self, flight: Flight, plan: Plan, giver: Half, split: Split, deadline_ms: int) -> None:
-        """Have ``giver`` compute the prompt, or lend what it has cached of it, and the coordinator move that."""
-        target = self._routing.fleet.at(plan.decode)
-        reason, patience_ms = TransferReason.SPLIT, deadline_ms or 3.0 * plan.ttft_ms + 10_000.0
-        if plan.fetches:
-            # A loan ends with its transfer; the request's own deadline would be the lender's failure.
-            reason, patience_ms, deadline_ms = TransferReason.FETCH, plan.fetch_wait_ms, 0
-        self._service.say(
-            subjects.worker_prefill(giver.worker),
-            Prefill(
-                stream=flight.stream,
-                tenant=flight.tenant,
-                model=flight.model,
-                worker=giver.worker,
-                incarnation=giver.incarnation,
-                body=flight.body or b"",
-                router=self._service.instance,
-                prompt_tokens=flight.ask.prompt_tokens,
-                split=split,
-                deadline_ms=deadline_ms,
-                predicted_prefill_ms=0.0 if plan.fetches else plan.prefill_ms,
-                salt=flight.salt,
-            ),
-        )
-        self._service.say(
-            subjects.kv_plan(),
-            TransferPlan(
-                transfer=split.transfer,
-                reason=reason,
-                stream=flight.stream,
-                model=flight.model,
-                source=giver.worker,
-                source_incarnation=giver.incarnation,
-                target=target.id,
-                target_incarnation=target.incarnation,
-                tokens=split.tokens,
-                kv_bytes=plan.kv_bytes,
-                deadline_ms=patience_ms,
-                predicted_ms=plan.kv_ms,
-                router=self._service.instance,
-            ),
-        )
 
     def echoed(self, note: LedgerNote) -> None:
         """Our own note of a dispatch came back."""
@@ -417,80 +340,8 @@ class Desk:
             if not half.acked:
                 # The worker may never have heard of it, and then no event of its own ends the entry.
                 self._routing.ended(flight.ledger_key(half.worker, half.incarnation), 0, now_ms)
-                self._service.say(
-                    subjects.routed(),
-                    LedgerNote(
-                        router=self._service.instance,
-                        action=LedgerAction.ENDED,
-                        stream=flight.stream,
-                        tenant=flight.tenant,
-                        worker=half.worker,
-                        incarnation=half.incarnation,
-                    ),
-                )
+                self._voice.ended(flight, half)
 
     def _release(self, flight: Flight) -> None:
         if flight.key in self.holds:
             self._unhold(flight.key)
-
-    # Saying
-
-    def _note(self, flight: Flight, action: LedgerAction, plan: Plan, expires_ms: float = 0.0) -> None:
-        for slot, key in flight.ledger_keys.items():
-            worker = self._routing.fleet.at(slot)
-            prefills, decodes = slot == plan.prefill, slot == plan.decode
-            self._service.say(
-                subjects.routed(),
-                LedgerNote(
-                    router=self._service.instance,
-                    action=action,
-                    stream=flight.stream,
-                    tenant=flight.tenant,
-                    worker=worker.id,
-                    incarnation=key[4],
-                    role=Role.BOTH if prefills and decodes else Role.DECODE if decodes else Role.PREFILL,
-                    prefill_ms=plan.prefill_ms if prefills else 0.0,
-                    prompt_tokens=plan.fetched_tokens if slot == plan.source else flight.ask.prompt_tokens,
-                    total_ms=plan.total_ms,
-                    expires_ms=expires_ms,
-                    tpot_ms=flight.ask.tpot_ms,
-                ),
-            )
-
-    def _tell_error(self, flight: Flight, error: Refused) -> None:
-        self._frame(
-            flight,
-            frames.Error(
-                id=flight.id,
-                attempt=flight.attempt,
-                try_=flight.frame_try,
-                status=error.status,
-                error=error.body,
-                retry_after_s=error.retry_after_s,
-            ),
-        )
-
-    def _frame(self, flight: Flight, frame: frames.AnyFrame) -> None:
-        flight.frames_at_ms = self.now_ms()
-        self._service.say(subjects.inbox(flight.inbox), frames.encode(frame))
-
-    def _say_event(self, flight: Flight, phase: Phase, *, worker: str = "", reason: str = "", code: int = 0) -> None:
-        plan = flight.dispatch.plan
-        self._service.say(
-            subjects.request_event(phase),
-            RequestEvent(
-                phase=phase,
-                stream=flight.stream,
-                tenant=flight.tenant,
-                model=flight.model,
-                worker=worker,
-                router=self._service.instance,
-                reason=reason or ("" if flight.decision is None else flight.decision.reason.value),
-                code=code,
-                prompt_tokens=flight.ask.prompt_tokens,
-                cached_tokens=0 if plan is None else plan.cached_tokens,
-                waited_ms=self.now_ms() - flight.arrived_ms,
-                predicted_ttft_ms=0.0 if plan is None else plan.ttft_ms,
-                predicted_total_ms=0.0 if plan is None else plan.total_ms,
-            ),
-        )
