@@ -17,17 +17,20 @@ class _Bounded:
     """Label values come from outside (models, tenants), so their number must not be theirs to choose."""
 
     _labelnames: tuple[str, ...]
-    _seen: set[tuple[str, ...]]
+    _series: dict[tuple[object, ...], Any]
 
     def labels(self, *values: object, **named: object) -> Any:
-        wanted = tuple(str(named[name]) for name in self._labelnames) if named else tuple(str(v) for v in values)
-        seen = self.__dict__.setdefault("_seen", set())
-        if wanted not in seen:
-            if len(seen) >= MAX_SERIES:
-                wanted = (OTHER,) * len(wanted)
-            else:
-                seen.add(wanted)
-        return super().labels(*wanted)  # type: ignore[misc]
+        series: dict[tuple[object, ...], Any] = self.__dict__.setdefault("_series", {})
+        wanted = tuple(str(named[name]) for name in self._labelnames) if named else values
+        known = series.get(
+            wanted
+        )  # hot paths count a thing or two per request: prometheus_client's own look-up is slow
+        if known is not None:
+            return known
+        if len(series) >= MAX_SERIES:
+            return super().labels(*(OTHER,) * len(wanted))  # type: ignore[misc]
+        series[wanted] = super().labels(*(str(value) for value in wanted))  # type: ignore[misc]
+        return series[wanted]
 
 
 class BoundedCounter(_Bounded, Counter):

@@ -57,7 +57,8 @@ def token(text: str) -> str:
 
 def text_of(subject: str, index: int) -> str:
     """The decoded token at ``index`` behind the prefix: ``text_of("quartet.v1.infer.a.b", 1)`` is ``"a"``."""
-    return unquote(subject.split(".")[index + 2])
+    token = subject.split(".")[index + 2]
+    return unquote(token) if "%" in token else token
 
 
 def inbox_prefix(tenant: str) -> str:
