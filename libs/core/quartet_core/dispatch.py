@@ -36,9 +36,10 @@ class Half(Struct):
 
 
 class Send(Struct, frozen=True):
-    """Decide anew and send to workers outside ``excluded``."""
+    """Decide anew and send to workers outside ``excluded``; ``why`` the last try failed."""
 
     excluded: tuple[str, ...]
+    why: str
 
 
 class Cancel(Struct, frozen=True):
@@ -196,7 +197,7 @@ class Dispatch:
             return self._over([*ends, Fail(openai.upstream(f"Gave up after {self.try_} tries: {why}.", code))])
         self.prefill = self.decode = self.lender = None
         self.stage = Stage.NEW
-        return [*ends, Send(self.tried)]
+        return [*ends, Send(self.tried, why)]
 
     def _over(self, actions: list[Action]) -> list[Action]:
         self.stage = Stage.OVER

@@ -180,6 +180,9 @@ class Fleet:
                 vacated.extend(self._vacate(name))
         self._nodes[node] = names
         for fact in facts:
+            for name in (fact.model, *fact.adapters):  # known to the fleet, even if no worker of it can be routed to
+                self.serving.setdefault(name, 0)
+                self.kinds_of.setdefault(name, [])
             slot = self._slots.get(fact.id)
             if slot is not None:
                 worker = self.at(slot)
@@ -229,9 +232,10 @@ class Fleet:
             changed = True
         return slot if changed or moved else None
 
-    def die(self, slot: int) -> None:
-        """Take the worker out of every answer; its slot stays until its inventory goes or changes."""
-        self._set_verdict(slot, Verdict.DEAD)
+    def doubt(self, slot: int) -> None:
+        """Use the worker only when nothing better is there, until a collector says more."""
+        if self.up >> slot & 1:
+            self._set_verdict(slot, Verdict.SUSPECT)
 
     def verdict(self, slot: int) -> int:
         """The verdict on a slot, a ``Verdict`` value."""
@@ -332,8 +336,8 @@ class Fleet:
         bit = 1 << slot
         kind.plane |= bit
         for name in (fact.model, *fact.adapters):
-            self.serving[name] = self.serving.get(name, 0) | bit
-            kinds = self.kinds_of.setdefault(name, [])
+            self.serving[name] |= bit
+            kinds = self.kinds_of[name]
             if kind not in kinds:
                 kinds.append(kind)
         self.planes.set(slot, IDLE_WORD)

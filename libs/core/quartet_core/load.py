@@ -175,11 +175,11 @@ class LoadBoard:
         cells.put(slot, load.wait_level, load.burden_level)
         return load
 
-    def drop(self, slot: int, kind: Kind) -> None:
+    def drop(self, slot: int) -> None:
         """A worker is gone."""
         load = self.loads.pop(slot, None)
         if load is not None:
-            self.cells(kind).take(slot, load.wait_level, load.burden_level)
+            self.cells(load.kind).take(slot, load.wait_level, load.burden_level)
 
     def cells(self, kind: Kind) -> Cells:
         """The cells of a kind."""

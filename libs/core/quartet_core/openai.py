@@ -3,6 +3,7 @@
 Bodies travel unchanged from client to engine; nothing here rewrites one. Only the fields that decide routing are read.
 """
 
+import re
 from enum import StrEnum
 from typing import Any
 
@@ -106,9 +107,16 @@ def too_large(size_bytes: int, limit_bytes: int) -> Refused:
     )
 
 
+def duplicate(request_id: str) -> Refused:
+    """409: a request of this id and attempt is being answered already, to somebody else."""
+    return Refused(
+        409, f"A request with the id `{request_id}` is running.", kind="invalid_request_error", code="duplicate_request"
+    )
+
+
 def late() -> Refused:
-    """504: the request's own deadline passed before a worker took it."""
-    return Refused(504, "The request's deadline passed.", kind="timeout", code="deadline_exceeded")
+    """504: the request's own deadline passed before its answer was whole."""
+    return Refused(504, "The request's deadline passed.", kind="timeout_error", code="deadline_exceeded")
 
 
 def stopping() -> Refused:
@@ -157,6 +165,11 @@ _text = msgspec.json.Decoder(str)
 _any = msgspec.json.Decoder(Any)
 _messages = msgspec.json.Decoder(list[dict[str, Any]])
 _QUOTE = ord('"')
+_LONE_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a pair is passed over as a whole
+    rb"|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+    rb"|\\[^u]"  # so is any other escape: an escaped backslash begins none
+)
 _sorted = msgspec.json.Encoder(order="deterministic")
 
 
@@ -168,7 +181,7 @@ def parse(body: bytes, *, prompt: bool = True) -> Inference:
     try:
         fields = _body.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(f"The body is not a JSON object: {error}") from None
+        raise invalid(f"The body is not a JSON object: {_why(body, error)}") from None
     stream = fields.stream
     if stream is not UNSET and stream is not None and not isinstance(stream, bool):
         raise invalid("`stream` must be true or false.", "stream")
@@ -192,6 +205,15 @@ def parse(body: bytes, *, prompt: bool = True) -> Inference:
     else:
         raise invalid("One of `messages` (chat) or `prompt` (completions) is required.", "messages")
     return inference
+
+
+def _why(body: bytes, error: Exception) -> str:
+    """What is wrong with ``body``, in words. Of half a surrogate pair msgspec says anything from "malformed" to
+    "truncated", and half a pair is what a client sends that cuts a text between two UTF-16 units."""
+    for found in _LONE_SURROGATE.finditer(body):
+        if found["lone"]:
+            return f"`{found['lone'].decode()}` at byte {found.start()} is half of a surrogate pair, which is no character"
+    return str(error)
 
 
 def _limit(fields: _Body) -> int | None:

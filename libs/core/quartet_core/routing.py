@@ -18,10 +18,12 @@ from quartet_core.load import LoadBoard
 from quartet_core.plan import Ask, Decision, Plan, Reason
 from quartet_core.policy.base import Policy, View
 from quartet_core.verdict import Verdict
-from quartet_core.word import drift_ratio
+from quartet_core.word import ACCEPTING, FAULT, drift_ratio
 
 _UNUSABLE_DRIFT = 10.0
 """Stands for "unusable" where a finite factor is needed; filters have taken such workers out."""
+
+_WORKS = ACCEPTING.mask | FAULT.mask
 
 _SWEEP_ROWS = 1024
 
@@ -44,7 +46,8 @@ class Routing:
     """The state and the rules of a router.
 
     ``policies`` by name; ``policy`` is the one in use. ``freed`` collects models of which a worker became able to take
-    held work since the caller last cleared it: the only change that can end a hold early. ``begin`` is the replica's
+    held work (accepting, with no more ahead of it than its kind keeps) since the caller last cleared it: the only
+    change that can end a hold early. ``begin`` is the replica's
     own number, see ``View``.
     """
 
@@ -200,14 +203,24 @@ class Routing:
 
         ``fabrics`` are the node's links: class → GB/s.
         """
-        kinds = {slot: worker.kind for slot, worker in enumerate(self.fleet.workers) if worker is not None}
         fresh, vacated, refused = self.fleet.learn(node, facts, fabrics)
         for slot in vacated:
             self._leave(slot)
-            self.board.drop(slot, kinds[slot])
         for slot in fresh:
             self.refresh(slot, now_ms)
         return vacated, refused
+
+    def forget_node(self, node: str) -> list[int]:
+        """A node is gone; return its vacated slots, whose requests are lost."""
+        vacated = self.fleet.forget_node(node)
+        for slot in vacated:
+            self._leave(slot)
+        return vacated
+
+    def doubt(self, slot: int, now_ms: float) -> None:
+        """A worker was announced, and no collector has heard it although they hear others: not to be preferred."""
+        self.fleet.doubt(slot)
+        self.refresh(slot, now_ms)
 
     def hear(
         self, collector: str, worker: str, incarnation: int, state: int, beat: int, verdict: int, now_ms: float
@@ -239,14 +252,13 @@ class Routing:
         belief = self.ledger.belief(slot, word, now_ms)
         load = self.board.update(slot, worker.kind, belief, self._drift(slot))
         bit = 1 << slot
-        if load.queue_ms <= worker.kind.ahead_ms and self.fleet.up & bit:
-            if not self._able & bit:
-                self._able |= bit
-            self.freed[worker.kind.model] = None
-            for adapter in worker.facts.adapters:
-                self.freed[adapter] = None
-        else:
+        able = load.queue_ms <= worker.kind.ahead_ms and word & _WORKS == ACCEPTING.mask and self.fleet.up & bit
+        if not able:
             self._able &= ~bit
+        elif not self._able & bit:
+            self._able |= bit
+            for name in (worker.kind.model, *worker.facts.adapters):
+                self.freed[name] = None
 
     def tend(self, now_ms: float) -> None:
         """Once a second: expire what nobody ended."""
@@ -280,6 +292,7 @@ class Routing:
         self.ledger.fence(slot)
         self.affinity.forget(slot)
         self.breakers.drop(slot)
+        self.board.drop(slot)
         self._able &= ~(1 << slot)
         self._leaving.append(slot)
 

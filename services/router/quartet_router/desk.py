@@ -34,6 +34,9 @@ _RETRY_AFTER_S = 1.0
 _ECHO_PATIENCE = 6.0
 """Times ``dispatch_ack_ms`` after which a dispatch is given up whose note never came back."""
 
+_EXPIRY_FACTOR, _EXPIRY_MS = 5.0, 60_000.0
+"""So many times its predicted time, and so many ms, after its dispatch a request is given up: its events were lost."""
+
 _TRIAL_FACTOR, _TRIAL_MS = 2.0, 500.0
 """A worker on trial gets so many times its predicted time to first token, plus so many ms; then another is asked."""
 
@@ -55,6 +58,9 @@ class Desk:
         self.dry_run = DryRun(routing)
         self._voice = Voice(service, routing.fleet)
         self._transfers = 0
+        self._told_ms = -1000.0
+        self._life = f"{service.instance}-{service.random.getrandbits(48):012x}"
+        """Names this router's transfers: a restarted one under the same name must not use a former life's again."""
         self._review_due = False
         self.holds = HoldQueue(max_requests=config.router.hold_max_requests, max_bytes=config.router.hold_max_bytes)
 
@@ -78,14 +84,29 @@ class Desk:
             if isinstance(action, steps.Cancel):
                 self._cancel(flight, action)
             elif isinstance(action, steps.Fail):
+                self._service.log.info(
+                    "request failed",
+                    request=flight.id,
+                    status=action.error.status,
+                    error=action.error.body.message,
+                    tried=flight.dispatch.tried,
+                )
                 self._voice.error(flight, action.error, self.now_ms())
             elif isinstance(action, steps.Send):
                 self._figures.retried()
+                self._tell_retry(flight, action)
                 self._flights.lifted(flight)
                 self._decide(flight)
             else:
                 self._release(flight)
                 self._flights.remove(flight)
+
+    def _tell_retry(self, flight: Flight, action: steps.Send) -> None:
+        """Log a retry, at most one a second: in an outage there are thousands, and one tells what is the matter."""
+        now_ms = self.now_ms()
+        if now_ms - self._told_ms >= 1000.0:
+            self._told_ms = now_ms
+            self._service.log.warning("trying elsewhere", request=flight.id, why=action.why, tried=action.excluded)
 
     def fail(self, flight: Flight, error: Refused) -> None:
         """Refuse a flight for a reason of the router's own."""
@@ -111,7 +132,8 @@ class Desk:
     def _decision(self, flight: Flight, now_ms: float) -> Decision:
         ask = flight.ask
         ask.waited_ms = now_ms - flight.arrived_ms
-        moves = self._routing.links.live(now_ms)
+        # A retry goes to one worker, if any can do all of it: what failed may be whatever moves KV.
+        moves = self._routing.links.live(now_ms) and not flight.dispatch.try_
         ask.plans_split = self._router.split and moves
         ask.plans_fetch = self._router.fetch and moves
         ask.at_ms = now_ms
@@ -123,6 +145,9 @@ class Desk:
         started_ns = time.perf_counter_ns()
         decision = self._routing.decide(ask)
         self._figures.decided(started_ns)
+        if decision.plan is None and flight.dispatch.try_ and self._router.split:
+            ask.plans_split = self._routing.links.live(now_ms)
+            decision = self._routing.decide(ask)
         if self.dry_run.policy and flight.decision is None:
             self.dry_run.note(ask, decision)
         flight.decision = decision
@@ -130,7 +155,13 @@ class Desk:
         self._explanations.note(flight, decision, self._routing.policy.name, now_ms)
         return decision
 
+    def _left_hold(self, flight: Flight) -> None:
+        if flight.held_at_ms:
+            self._figures.held_ms.observe(self.now_ms() - flight.held_at_ms)
+            flight.held_at_ms = 0.0
+
     def _follow(self, flight: Flight, decision: Decision) -> None:
+        self._left_hold(flight)
         if decision.plan is not None:
             self._send(flight, decision.plan)
             return
@@ -164,12 +195,14 @@ class Desk:
                 self._figures.holds_expired.inc()
                 self._follow(flight, self._decision(flight, now_ms))
 
-    def say_held(self) -> None:
-        """Once a second: tell clients whose requests wait that they do."""
+    def tend(self) -> None:
+        """Once a second: tell clients whose requests wait that they do, and give up what no event ever ended."""
         now_ms = self.now_ms()
         for flight in self._flights:
             if flight.dispatch.stage is Stage.HELD:
                 self._voice.alive(flight, now_ms)
+            elif 0.0 < flight.expires_ms < now_ms:
+                self.fail(flight, openai.upstream("The end of the answer was never heard.", "stream_lost"))
 
     def _claimed(self, slot: int) -> bool:
         """Whether held requests wait for this worker, here or at another replica."""
@@ -199,6 +232,7 @@ class Desk:
             return False
         if flight.dispatch.stage is not Stage.HELD:
             self._figures.held()
+            flight.held_at_ms = now_ms
             flight.dispatch.held()
             self._voice.held(flight, until_ms - now_ms, now_ms)
         if plan is not None:
@@ -222,7 +256,6 @@ class Desk:
         for ledger_key in flight.ledger_keys.values():
             self._routing.ended(ledger_key, 0, now_ms)
         flight.ledger_keys = {}
-        self._figures.held_ms.observe(now_ms - held.since_ms)
 
     def _review_freed(self) -> None:
         self._review_due = False
@@ -235,6 +268,7 @@ class Desk:
         """Decide the first held requests of ``model`` anew, in their order. One that would take a worker for which a
         request before it waits goes on waiting, too; stop when no worker takes any work."""
         waited_for: set[int] = set()
+        sent = False
         for held in self.holds.first(model, _REVIEWED):
             flight = self._flights.get(held.key)
             self._unhold(held.key)
@@ -253,7 +287,12 @@ class Desk:
                     return
                 waited_for.add(plan.prefill)
             else:
+                sent = True
                 self._follow(flight, decision)
+        if sent and not waited_for and self.holds.first(model, 1):
+            # All that were looked at left, and workers may have room for more of them.
+            self._routing.freed[model] = None
+            self.review_soon()
 
     # Sending
 
@@ -266,7 +305,7 @@ class Desk:
         try_ = flight.dispatch.sent(plan, target, prefill, lender)
         if giver is not None:
             self._transfers += 1
-            flight.transfer = f"{router}-{self._transfers}"
+            flight.transfer = f"{self._life}-{self._transfers}"
         say = self._service.say
         try:
             say(subjects.worker_run(target.worker), orders.run(flight, plan, target, giver, router, now_ms))
@@ -285,6 +324,7 @@ class Desk:
         self._voice.note(flight, LedgerAction.DISPATCHED, plan)
         self._figures.sent(plan, self._routing.fleet)
         self._voice.event(flight, Phase.DISPATCHED, now_ms, worker=target.worker)
+        flight.expires_ms = now_ms + _EXPIRY_FACTOR * plan.total_ms + _EXPIRY_MS
         self._await_ack(flight, plan, try_)
 
     def _await_ack(self, flight: Flight, plan: Plan, try_: int) -> None:
@@ -345,3 +385,4 @@ class Desk:
     def _release(self, flight: Flight) -> None:
         if flight.key in self.holds:
             self._unhold(flight.key)
+        self._left_hold(flight)

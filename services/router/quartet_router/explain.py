@@ -8,27 +8,38 @@ from quartet_core.plan import FILTERS, Decision, Plan
 from quartet_router.flight import Flight
 
 NameOf = Callable[[int], str]
+"""The worker in a slot; "" for none."""
+
+_Names = tuple[str, str, str]
+"""Prefill, decode, and whoever lends a prefix."""
+
+_Record = tuple[float, Flight, Decision, str, tuple[_Names, ...]]
+"""When, on what, what, by which policy, and the names of the workers in its plans."""
 
 
 class Explanations:
     """The last ``most`` decisions, newest last, by request id."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, name_of: NameOf) -> None:
         self._most = most
-        self._records: OrderedDict[str, list[tuple[float, Flight, Decision, str]]] = OrderedDict()
+        self._name_of = name_of
+        self._records: OrderedDict[str, list[_Record]] = OrderedDict()
 
     def note(self, flight: Flight, decision: Decision, policy: str, now_ms: float) -> None:
         """Keep a decision; a request that is decided again keeps its last eight."""
         if not self._most:
             return
         records = self._records.setdefault(flight.id, [])
-        records.append((now_ms, flight, decision, policy))
+        # Names now: a slot may belong to another worker by the time somebody asks.
+        name_of = self._name_of
+        names = tuple((name_of(p.prefill), name_of(p.decode), name_of(p.source)) for p in decision.considered)
+        records.append((now_ms, flight, decision, policy, names))
         del records[:-8]
         self._records.move_to_end(flight.id)
         if len(self._records) > self._most:
             self._records.popitem(last=False)
 
-    def of(self, request_id: str, name_of: NameOf) -> list[dict[str, Any]]:
+    def of(self, request_id: str) -> list[dict[str, Any]]:
         """All decisions on a request, as JSON-able objects; empty when it is not among the last."""
         return [
             {
@@ -42,17 +53,17 @@ class Explanations:
                 "expected_output_tokens": round(flight.ask.output_tokens, 1),
                 "targets_ms": {"ttft": flight.ask.ttft_ms, "tpot": flight.ask.tpot_ms},
                 "candidates_left": dict(zip(FILTERS, decision.left, strict=False)),
-                "plans": [_plan(plan, name_of) for plan in decision.considered],
+                "plans": [_plan(*each) for each in zip(decision.considered, names, strict=True)],
             }
-            for at_ms, flight, decision, policy in self._records.get(request_id, [])
+            for at_ms, flight, decision, policy, names in self._records.get(request_id, [])
         ]
 
 
-def _plan(plan: Plan, name_of: NameOf) -> dict[str, Any]:
+def _plan(plan: Plan, names: _Names) -> dict[str, Any]:
     return {
-        "prefill": name_of(plan.prefill),
-        "decode": name_of(plan.decode),
-        "source": name_of(plan.source) if plan.fetches else "",
+        "prefill": names[0],
+        "decode": names[1],
+        "source": names[2],
         "cached_tokens": plan.cached_tokens,
         "fetched_tokens": plan.fetched_tokens,
         "ahead_ms": round(plan.ahead_ms, 3),

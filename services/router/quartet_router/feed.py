@@ -23,6 +23,9 @@ Say = Callable[[Topic[ControlRequest], ControlRequest], None]
 
 _ASK_PAUSE_MS = 500.0
 
+_UNHEARD_S = 3
+"""For so long a worker that was just announced is taken for up without any beat heard of it."""
+
 _COLLECTOR_SILENCE_MS = 2000.0
 """Collectors say a snapshot a few times a second: one silent for so long is gone."""
 
@@ -32,7 +35,7 @@ class Feed:
 
     def __init__(
         self, routing: Routing, links: LinkBook, say: Say, metrics: Metrics, lost: Callable[[str], None],
-        *, rows: int, hashes: int,
+        *, rows: int, hashes: int, node_silence_ms: float,
     ) -> None:  # fmt: skip
         self._routing = routing
         self._links = links
@@ -44,6 +47,9 @@ class Feed:
         self._affinity: dict[str, tuple[int, int]] = {}  # worker → (incarnation, last update)
         self._asked_ms: dict[str, float] = {}
         self._heard_ms: dict[str, float] = {}  # collector → its last word
+        self._nodes_ms: dict[str, float] = {}  # node → its last inventory
+        self._unheard: dict[str, int] = {}  # worker → seconds in which collectors spoke, and not of it
+        self._node_silence_ms = node_silence_ms
         self._newest_ms = 0.0
         self._gaps = metrics.counter("fleet_gaps", "Deltas or affinity updates missed, by kind.", ("kind",))
         self._refused = metrics.counter("workers_refused", "Announced workers that cannot be routed to.", ("reason",))
@@ -61,6 +67,7 @@ class Feed:
 
     def inventory(self, message: NodeInventory, now_ms: float) -> list[str]:
         """A node's static facts; return what was refused of it, for the log."""
+        self._nodes_ms[message.node] = now_ms
         names = {slot: w.id for slot, w in enumerate(self._routing.fleet.workers) if w is not None}
         fabrics = {link.kind: link.gb_per_s for link in message.links}
         vacated, refused = self._routing.learn(message.node, message.workers, now_ms, fabrics)
@@ -128,13 +135,38 @@ class Feed:
                 link.source, link.target, PricedLink(link.kind, link.gb_per_s, link.setup_ms, link.in_flight_bytes)
             )
 
-    def tend(self, now_ms: float) -> None:
-        """About once a second: a collector that fell silent has no say any more."""
+    def tend(self, now_ms: float) -> list[str]:
+        """About once a second: a collector that fell silent has no say any more, a worker that collectors never heard
+        is doubted, a node that announces nothing is gone. Return the nodes that went."""
         for collector, heard_ms in list(self._heard_ms.items()):
             if now_ms - heard_ms > _COLLECTOR_SILENCE_MS:
                 del self._heard_ms[collector]
                 self._numbers.pop(collector, None)
                 self._routing.fleet.forget_collector(collector)
+        for worker in self._routing.fleet.workers:
+            if worker is None:
+                continue
+            if worker.words or not self._heard_ms:
+                self._unheard.pop(worker.id, None)
+                continue
+            self._unheard[worker.id] = self._unheard.get(worker.id, 0) + 1
+            if self._unheard[worker.id] >= _UNHEARD_S:
+                self._routing.doubt(worker.slot, now_ms)
+        return self._forget_silent_nodes(now_ms)
+
+    def _forget_silent_nodes(self, now_ms: float) -> list[str]:
+        """Nodes whose inventories stopped while others' still come (else the broker is away, and everybody silent)."""
+        if not self._nodes_ms or now_ms - max(self._nodes_ms.values()) > self._node_silence_ms:
+            return []
+        gone = [node for node, heard_ms in self._nodes_ms.items() if now_ms - heard_ms > self._node_silence_ms]
+        for node in gone:
+            del self._nodes_ms[node]
+            names = [worker.id for worker in self._routing.fleet.workers if worker is not None and worker.node == node]
+            self._routing.forget_node(node)
+            for name in names:
+                self._affinity.pop(name, None)
+                self._lost(name)
+        return gone
 
     def _states(self, collector: str, states: tuple[WorkerState, ...], now_ms: float) -> None:
         self._heard_ms[collector] = self._newest_ms = now_ms

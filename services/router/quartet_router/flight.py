@@ -18,8 +18,9 @@ class Flight:
     """
 
     __slots__ = (
-        "arrival", "arrived_ms", "ask", "attempt", "body", "deadline_at_ms", "decision", "dispatch", "frames_at_ms",
-        "id", "inbox", "lag_ms", "ledger_keys", "model", "no_hold", "priority", "salt", "session", "tenant", "transfer",
+        "arrival", "arrived_ms", "ask", "attempt", "body", "deadline_at_ms", "decision", "dispatch", "expires_ms",
+        "frames_at_ms", "held_at_ms", "id", "inbox", "lag_ms", "ledger_keys", "model", "no_hold", "priority", "salt",
+        "session", "tenant", "transfer",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +44,9 @@ class Flight:
         self.salt = salt
         self.decision: Decision | None = None
         self.transfer = ""
+        self.held_at_ms = 0.0
+        self.expires_ms = 0.0
+        """When it is given up if its events stopped coming; 0 before its first dispatch."""
         self.lag_ms = 0.0
         """How much later than its deadline it ranks among held requests: its tenant's backlog when it was held."""
         self.frames_at_ms = arrived_ms

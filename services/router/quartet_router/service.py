@@ -31,6 +31,7 @@ from quartet_bus.messages import (
 from quartet_bus.service import UNREADABLE, Service
 from quartet_core import openai
 from quartet_core.breaker import counts
+from quartet_core.dispatch import Stage
 from quartet_core.fleet import WorkerFacts
 from quartet_core.lengths import OutputLengths
 from quartet_core.linkbook import LinkBook
@@ -50,6 +51,8 @@ _json = msgspec.json.Encoder().encode
 _delta = msgspec.msgpack.Decoder(FleetDelta).decode
 _cancel = msgspec.msgpack.Decoder(Cancel).decode
 _HOLD_TICK_S = 0.005
+_SILENT_INVENTORIES = 3.5
+"""A node is gone after so many inventory intervals of silence: three lost in a row, and some delay."""
 _AGENTS_PHASES = (Phase.ACCEPTED, Phase.REFUSED, Phase.PREFILLED, Phase.FIRST_TOKEN, Phase.END)
 _SWEEP_TICK_S = 0.002
 
@@ -88,17 +91,18 @@ class RouterService(Service):
             without_prefill_worker=router.split_without_prefill_worker,
             begin=random.getrandbits(16),
         )
-        self.ring_attached = False
-        """Whether deltas come from a ring, set by the edge that reads it."""
+        self.ring_prefix = b""
+        """How the deltas begin that come from a ring, set by the edge that reads it: the bus's copies are skipped."""
         self._figures = Figures(self.metrics)
         self._flights = Flights()
         self._lengths = OutputLengths()
         self._arrivals = Arrivals(config, self._lengths)
-        self._explanations = Explanations(router.explain_last)
+        self._explanations = Explanations(router.explain_last, self._name_of)
         self._desk = Desk(self, config, self.routing, self._flights, self._explanations, self._figures)
         self.feed = Feed(
             self.routing, self._links, self.say, self.metrics, self._lost,
             rows=router.affinity_rows, hashes=router.affinity_hashes,
+            node_silence_ms=_SILENT_INVENTORIES * config.fleet.inventory_interval_ms,
         )  # fmt: skip
         self.metrics.gauge("workers", "Workers known.").set_function(lambda: len(self.routing.fleet))
         self.metrics.gauge("flights", "Requests under way.").set_function(lambda: len(self._flights))
@@ -176,17 +180,23 @@ class RouterService(Service):
             request_id, attempt = headers.request_id, headers.attempt
             flight = self._arrivals.flight(message, headers, tenant, model, self._desk.now_ms(), self._fresh_id)
         except Refused as error:
-            self._figures.rejected.labels(str(error.status)).inc()
-            refusal = frames.Error(
-                id=request_id, attempt=attempt, try_=1, status=error.status, error=error.body,
-                retry_after_s=error.retry_after_s,
-            )  # fmt: skip
-            self.say(subjects.inbox(message.reply), frames.encode(refusal))
+            self._refuse(message.reply, request_id, attempt, error)
             return
         if not self._flights.add(flight):
             self._figures.dropped.labels("duplicate").inc()
+            running = self._flights.get(flight.key)
+            if running is not None and running.inbox != flight.inbox:
+                self._refuse(message.reply, flight.id, flight.attempt, openai.duplicate(flight.id))
             return
         self._desk.take(flight)
+
+    def _refuse(self, inbox: str, request_id: str, attempt: int, error: Refused) -> None:
+        self._figures.rejected.labels(str(error.status)).inc()
+        refusal = frames.Error(
+            id=request_id, attempt=attempt, try_=1, status=error.status, error=error.body,
+            retry_after_s=error.retry_after_s,
+        )  # fmt: skip
+        self.say(subjects.inbox(inbox), frames.encode(refusal))
 
     def _fresh_id(self) -> str:
         return f"{self.instance}-{self.random.getrandbits(64):016x}"
@@ -226,7 +236,8 @@ class RouterService(Service):
                 self._figures.ttft_error.observe((event.waited_ms + event.ttft_ms) / event.predicted_ttft_ms)
             if flight is not None and stream.try_ == flight.dispatch.try_:
                 self._desk.act(flight, flight.dispatch.first_token(stream.try_))
-                self._flights.drop_body(flight)
+                if flight.dispatch.stage is Stage.STREAMING:  # else it is held again, and will be sent again
+                    self._flights.drop_body(flight)
         else:
             self.routing.ended(key, event.beat, now_ms)
             if event.status == "ok" and event.role is not Role.PREFILL:
@@ -278,14 +289,14 @@ class RouterService(Service):
         self._desk.review_soon()
 
     def _on_delta(self, message: Message) -> None:
-        if self.ring_attached:
+        if self.ring_prefix and message.data.startswith(self.ring_prefix):
             return
         try:
-            self.on_ring((message.data,))
+            self.on_deltas((message.data,))
         except UNREADABLE as error:
             self._unreadable(message.subject, message, error)
 
-    def on_ring(self, records: Sequence[bytes]) -> None:
+    def on_deltas(self, records: Sequence[bytes]) -> None:
         """Take encoded deltas, from the ring of a collector on this host or from the bus."""
         now_ms = self._desk.now_ms()
         for record in records:
@@ -311,9 +322,11 @@ class RouterService(Service):
             self.routing.sweep()
 
     def _tend(self) -> None:
-        self.routing.tend(self._desk.now_ms())
-        self.feed.tend(self._desk.now_ms())
-        self._desk.say_held()
+        now_ms = self._desk.now_ms()
+        self.routing.tend(now_ms)
+        for node in self.feed.tend(now_ms):
+            self.log.warning("node gone: it announces nothing any more", node=node)
+        self._desk.tend()
 
     # Operators
 
@@ -341,7 +354,7 @@ class RouterService(Service):
         return self._told(run.report(self._desk.now_ms()))
 
     def _explain(self, request: ControlRequest) -> ControlReply:
-        decisions = self._explanations.of(request.argument, self._name_of)
+        decisions = self._explanations.of(request.argument)
         if not decisions:
             return ControlReply(ok=False, reason=f"no decision on {request.argument!r} among the last kept here")
         return self._told({"request": request.argument, "decisions": decisions})
@@ -371,8 +384,8 @@ class RouterService(Service):
         return sum(worker is not None and fleet.verdict(slot) == verdict for slot, worker in enumerate(fleet.workers))
 
     def _name_of(self, slot: int) -> str:
-        worker = self.routing.fleet.workers[slot]
-        return f"slot {slot}, gone" if worker is None else worker.id
+        worker = self.routing.fleet.workers[slot] if slot >= 0 else None
+        return "" if worker is None else worker.id
 
 
 def imported_policies(paths: tuple[str, ...]) -> dict[str, type[Policy]]:

@@ -10,13 +10,13 @@ import pytest
 
 from quartet_bus import subjects
 from quartet_bus.author import RouterFrames, StreamAuthor
-from quartet_bus.bus import Message
+from quartet_bus.bus import Headers, Message
 from quartet_bus.client import Client, InferError
 from quartet_bus.headers import RequestHeaders, parse_headers
 from quartet_bus.loop import run_virtual
 from quartet_bus.memory import MemoryBroker, MemoryBus
 from quartet_bus.messages import Cancel, StreamId
-from quartet_core.openai import all_busy, invalid
+from quartet_core.openai import all_busy, invalid, late
 
 BODY = b'{"prompt":"hi"}'
 
@@ -146,7 +146,7 @@ async def test_a_held_request_is_not_silent_and_its_deadline_counts() -> None:
     started = asyncio.get_running_loop().time()
     with pytest.raises(InferError) as caught:
         await world.client.infer("chat", BODY, headers=RequestHeaders(deadline_ms=7_000))
-    assert (caught.value.status, caught.value.body.code) == (504, "deadline_exceeded")
+    assert (caught.value.status, caught.value.body) == (504, late().body)
     assert asyncio.get_running_loop().time() - started == pytest.approx(7.0, abs=0.01)
     assert len(world.requests) == 1
 
@@ -358,6 +358,24 @@ async def test_a_closed_bus_is_a_503() -> None:
     with pytest.raises(InferError) as caught:
         await client.infer("chat", BODY)
     assert (caught.value.status, caught.value.body.code) == (503, "no_broker")
+
+
+class _Away(MemoryBus):
+    """The broker has gone, and what is published waits for it."""
+
+    @property
+    def connected(self) -> bool:
+        return False
+
+    def publish(self, subject: str, data: bytes, *, headers: Headers | None = None, reply: str = "") -> None:
+        pass
+
+
+@virtual
+async def test_silence_while_the_broker_is_away_is_blamed_on_it() -> None:
+    with pytest.raises(InferError) as caught:
+        await Client(_Away(World().broker), "acme").infer("chat", BODY)
+    assert (caught.value.status, caught.value.body.code, caught.value.retry_after_s) == (503, "no_broker", 1.0)
 
 
 @virtual

@@ -1,6 +1,10 @@
+import asyncio
 import io
 import json
+import subprocess
+import sys
 
+import grpc.aio
 import msgspec
 import pytest
 
@@ -15,6 +19,13 @@ def ran(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ending:
         main(list(arguments))
     return ending.value.code
+
+
+def _in_a_process(*arguments: str) -> tuple[int, str]:
+    """The exit code and what is on standard error, for commands that a server of the test must answer meanwhile."""
+    command = [sys.executable, "-m", "quartet_cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.returncode, done.stderr
 
 
 def test_ring_prints_every_record_by_the_names_of_its_fields(tmp_path, capsys):
@@ -32,6 +43,18 @@ def test_ring_prints_every_record_by_the_names_of_its_fields(tmp_path, capsys):
     assert "2 records of incarnation 5" in printed.err
 
 
+@pytest.mark.parametrize(("options", "numbers"), [((), range(11, 31)), (("--last", "2"), (29, 30)), (("--last", "0"), range(1, 31))])
+def test_ring_prints_the_newest_records_and_says_how_many_there_are(tmp_path, capsys, options, numbers):
+    path = str(tmp_path / "ring")
+    with RingWriter(path, 1 << 16, incarnation=5) as ring:
+        for number in range(1, 31):
+            ring.append(msgspec.msgpack.encode(FleetDelta("c", 5, number, (), ())))
+        assert ran("ring", path, *options) == 0
+    printed = capsys.readouterr()
+    assert [json.loads(line)["number"] for line in printed.out.splitlines()] == list(numbers)
+    assert printed.err.startswith("30 records" if len(numbers) == 30 else f"{len(numbers)} of 30 records")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
@@ -39,6 +62,10 @@ def test_ring_prints_every_record_by_the_names_of_its_fields(tmp_path, capsys):
         (("demo", "--seconds", "0"), 2, "quartet: --seconds must be above 0"),
         (("demo", "--json", "/nowhere/x.json"), 2, "quartet: --json /nowhere/x.json: there is no such directory"),
         (("publish", "m", ""), 2, "quartet: the prompt is empty"),
+        (("fleet", "--admin", "foo"), 2, "quartet: --admin foo: HOST:PORT expected"),
+        (("policy", "--admin", "foo:70000"), 2, "quartet: --admin foo:70000: HOST:PORT expected"),
+        (("watch", "--admin", "http://foo:1"), 2, "quartet: --admin http://foo:1: HOST:PORT expected"),
+        (("fleet", "--admin", "no-such-host.invalid:1"), 1, "quartet: no admin at no-such-host.invalid:1"),
     ],
 )
 def test_what_cannot_be_done_gets_one_line(arguments, code, line, capsys):
@@ -46,11 +73,25 @@ def test_what_cannot_be_done_gets_one_line(arguments, code, line, capsys):
     assert capsys.readouterr().err.splitlines() == [line]
 
 
-@pytest.mark.parametrize("command", [("fleet",), ("policy",), ("explain", "x")])
+@pytest.mark.parametrize("command", [("fleet",), ("policy",), ("explain", "x"), ("watch",)])
 def test_an_admin_that_is_not_there_is_named(command, capsys):
     (port,) = free_tcp_ports(1)
     assert ran(*command, "--admin", f"127.0.0.1:{port}") == 1
     assert capsys.readouterr().err.splitlines() == [f"quartet: no admin at 127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize("command", [("fleet",), ("watch",)])
+async def test_another_grpc_service_is_not_taken_for_an_admin(command):
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        assert await asyncio.to_thread(_in_a_process, *command, "--admin", f"127.0.0.1:{port}") == (
+            1,
+            f"quartet: 127.0.0.1:{port} is not a Quartet admin\n",
+        )
+    finally:
+        await server.stop(None)
 
 
 def test_a_start_is_told_in_a_line_for_every_part_that_gets_ready():

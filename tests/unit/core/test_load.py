@@ -108,5 +108,5 @@ def test_the_board_moves_a_worker_between_cells_and_drops_it():
     board.update(5, h100, belief(queue_ms=1000.0), 1.0)
     assert [plane for _, plane in board.cells(h100).staircase(1 << 5)] == [1 << 5]
     assert board.groups == 1
-    board.drop(5, h100)
+    board.drop(5)
     assert board.groups == 0

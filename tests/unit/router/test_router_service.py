@@ -32,6 +32,7 @@ from quartet_bus.messages import (
 )
 from quartet_core.verdict import Verdict
 from quartet_core.word import pack
+from quartet_router.edge import beginning
 from quartet_router.service import RouterService
 
 
@@ -521,3 +522,157 @@ def test_one_tenants_flood_does_not_hold_up_anothers_request():
         assert "one" in [run.stream.id for run in stage.of(Run)][:2]
 
     play(script, hold_max_ms=60_000.0)
+
+
+def test_a_request_that_is_held_again_keeps_its_body_whatever_its_first_try_says_late():
+    async def script(stage):
+        await stage.announce(worker("n-0"), worker("n-1"))
+        await stage.word("n-1", queue=3_000.0)
+        await stage.ask()
+        (first,) = stage.of(Run)
+        assert first.worker == "n-0"
+        await asyncio.sleep(0.3)  # no ack: tried elsewhere, and n-1 is worth waiting for
+        assert stage.router._desk.holds
+        stage.event(Phase.ACCEPTED, first)
+        stage.event(Phase.FIRST_TOKEN, first)
+        await stage.settle()
+        await stage.word("n-1", queue=1.0, beat=2)
+        assert [run.body for run in stage.of(Run)] == [BODY, BODY]
+
+    play(script, hold_max_ms=60_000.0)
+
+
+def test_two_lives_of_a_router_never_name_two_transfers_alike():
+    lives = [
+        RouterService(MemoryBus(MemoryBroker()), config(), instance="r0", random=random.Random(seed))._desk._life
+        for seed in (1, 2)
+    ]
+    assert lives[0] != lives[1]
+
+    async def script(stage):
+        await split_stage(stage)
+        await stage.ask(BIG, "big")
+        (plan,) = stage.of(TransferPlan)
+        assert plan.transfer == f"{stage.router._desk._life}-1"
+
+    play(script)
+
+
+def test_an_id_that_is_running_already_is_told_to_whoever_uses_it_again():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        await stage.ask()
+        await stage.ask()
+        assert stage.frames == []
+        await stage.ask(reply="_INBOX.acme.x.2")
+        assert errors(stage) == [(409, "duplicate_request")]
+        assert len(stage.of(Run)) == 1
+
+    play(script)
+
+
+def test_a_model_that_the_fleet_has_but_this_router_cannot_route_is_503_and_not_404():
+    async def script(stage):
+        await stage.announce(worker("n-0", model="odd", precision="int3"))
+        await stage.ask(model="odd")
+        assert errors(stage) == [(503, "no_worker")]
+
+    play(script)
+
+
+def test_a_worker_that_no_collector_hears_is_doubted_and_a_node_that_announces_nothing_is_forgotten():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        for beat in range(1, 12):
+            await stage.announce(worker("m-0", "L40S_PCIE"), node="m")
+            await stage.word("m-0", beat=beat)
+            if beat == 5:
+                assert stage.router.routing.fleet.verdict(0) == Verdict.SUSPECT
+                await stage.ask()
+                assert stage.of(Run)[-1].worker == "m-0"
+            await asyncio.sleep(1.0)
+        assert stage.router.routing.fleet.slot_of("n-0") is None
+        assert stage.router.routing.fleet.slot_of("m-0") is not None
+
+    play(script)
+
+
+def test_a_retry_after_a_failed_split_goes_to_one_worker():
+    async def script(stage):
+        await split_stage(stage)
+        await stage.announce(worker("q-0", "H100_SXM5", "big", tp=4), node="q")
+        await stage.word("q-0", batch=150)
+        await stage.announce(worker("e-0", "L40S_PCIE", "big", tp=4), node="e")
+        await stage.ask(BIG, "big")
+        for _ in range(2):
+            plan = stage.of(TransferPlan)[-1]
+            report = TransferReport(plan.transfer, plan.stream, TransferReason.SPLIT, "aborted", "p-0", "d-0")
+            stage.say(subjects.kv_failed(), report)
+            await stage.settle()
+        assert len(stage.of(TransferPlan)) == 1
+        assert stage.of(Run)[-1].split is None
+
+    play(script)
+
+
+def test_a_request_whose_end_is_never_heard_is_given_up_in_the_end():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        await stage.ask()
+        (run,) = stage.of(Run)
+        stage.event(Phase.ACCEPTED, run)
+        stage.event(Phase.FIRST_TOKEN, run)
+        await asyncio.sleep(30.0)
+        assert len(stage.router._flights) == 1
+        await asyncio.sleep(120.0)
+        assert len(stage.router._flights) == 0
+        assert errors(stage) == [(502, "stream_lost")]
+        assert len(stage.router.routing.ledger) == 0
+
+    play(script)
+
+
+def test_a_hold_is_measured_once_from_its_begin_to_its_end():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        await stage.word("n-0", queue=3_000.0)
+        await stage.ask()
+        for beat in range(2, 6):
+            await asyncio.sleep(0.1)
+            await stage.word("n-0", queue=3_000.0, beat=beat)
+        await stage.word("n-0", queue=1.0, beat=9)
+        figures = stage.router.metrics.exposition().decode()
+        assert "quartet_router_held_ms_count 1.0" in figures
+        assert 390.0 < float(figures.split("quartet_router_held_ms_sum ")[1].split()[0]) < 460.0
+
+    play(script, hold_max_ms=60_000.0)
+
+
+def test_more_held_requests_than_one_look_takes_leave_without_another_word():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        await stage.word("n-0", queue=3_000.0)
+        for number in range(40):
+            await stage.ask(id=f"q{number}")
+        assert stage.of(Run) == []
+        await stage.word("n-0", queue=0.0, beat=2)
+        await asyncio.sleep(0.01)
+        # As many as the worker keeps ahead, which is more than one look decides; the others wait for it again.
+        assert 16 < len(stage.of(Run)) < 40
+
+    play(script, hold_max_ms=60_000.0)
+
+
+def test_with_a_ring_only_its_own_collectors_deltas_on_the_bus_are_skipped():
+    async def script(stage):
+        await stage.announce(worker("n-0"), worker("n-1"))
+        ring = encode(FleetDelta("here", 1, 1, (WorkerState("n-0", 1, 0, 5, Verdict.DEAD),)))
+        stage.router.ring_prefix = beginning(ring)
+        stage.bus.publish(subjects.fleet_delta().subject, ring)
+        there = FleetDelta("there", 1, 1, (WorkerState("n-1", 1, 0, 5, Verdict.DEAD),))
+        stage.say(subjects.fleet_delta(), there)
+        await stage.settle()
+        fleet = stage.router.routing.fleet
+        assert (fleet.verdict(0), fleet.verdict(1)) == (Verdict.UP, Verdict.DEAD)
+
+    play(script)
