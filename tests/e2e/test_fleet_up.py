@@ -139,7 +139,7 @@ def test_the_fleet_is_shown_whole_and_the_policy_can_be_changed(up: Up):
 
 
 def test_the_ring_can_be_dumped(up: Up):
-    dumped = quartet("ring", up.address("ring"))
+    dumped = quartet("ring", up.address("ring"), "--last", "1000")
     assert dumped.returncode == 0
     nodes = {stamp["node"] for line in dumped.stdout.splitlines() for stamp in json.loads(line)["stamps"]}
     assert nodes == {"h100-0", "l40s-0", "l40s-1"}

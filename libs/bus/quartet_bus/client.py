@@ -23,7 +23,7 @@ from quartet_bus.headers import RequestHeaders
 from quartet_bus.loop import clock_of
 from quartet_bus.messages import Cancel
 from quartet_bus.requests import nobody_listens
-from quartet_core.openai import ErrorBody
+from quartet_core.openai import ErrorBody, late
 from quartet_core.stream import MAX_TRIES, Kind, Step, StreamReceiver
 
 BUFFER_BYTES = 1024 * 1024
@@ -116,6 +116,12 @@ class Client:
         except Disconnected:
             # Nothing can be told to anybody now. Agents end the work at its deadline.
             self.uncancelled += 1
+
+    def unanswered(self) -> InferError:
+        """Why nobody answered any attempt, as far as can be known here."""
+        if not self._bus.connected:
+            return _away("it went away while the request waited")
+        return InferError(503, ErrorBody("No router or worker answered.", "service_unavailable", code="no_answer"), 1.0)
 
     @property
     def buffer_bytes(self) -> int:
@@ -299,13 +305,12 @@ class Answer:
         elif step is Step.GAP:
             self._fail(_lost("A part of the answer was lost on its way.", "stream_gap"), "gap")
         elif step is Step.LOST and self._receiver.kept is None:
-            body = ErrorBody("No router or worker answered.", "service_unavailable", code="no_answer")
-            self._fail(InferError(503, body, 1.0), "silence")
+            self._fail(self._client.unanswered(), "silence")
         elif step is Step.LOST:
             self._fail(_lost("The worker fell silent in the middle of the answer.", "stream_lost"), "silence")
         elif step is Step.EXPIRED:
-            body = ErrorBody("The request's deadline passed.", "timeout", code="deadline_exceeded")
-            self._fail(InferError(504, body), "deadline")
+            expired = late()
+            self._fail(InferError(expired.status, expired.body), "deadline")
 
     def _deliver(self, chunk: bytes) -> None:
         if self._chunks and self._buffered_bytes + len(chunk) > self._client.buffer_bytes:
@@ -337,8 +342,8 @@ def _lost(message: str, code: str) -> InferError:
     return InferError(502, ErrorBody(message, "server_error", code=code))
 
 
-def _away(error: Disconnected) -> InferError:
-    body = ErrorBody(f"The message broker cannot be reached: {error}.", "service_unavailable", code="no_broker")
+def _away(reason: object) -> InferError:
+    body = ErrorBody(f"The message broker cannot be reached: {reason}.", "service_unavailable", code="no_broker")
     return InferError(503, body, 1.0)
 
 

@@ -7,11 +7,37 @@ are maps (fields may only be added with a default). Request bodies and stream fr
 
 Times are milliseconds unless a name says otherwise. Deadlines travel as *remaining* milliseconds, because two hosts'
 clocks are never compared; ``emit_ns`` is an opaque stamp of its author's clock.
+
+Numbers have ranges, checked when a message is decoded and nowhere else: one that is out of range (or NaN, or infinite)
+makes the whole message unreadable, which the service base counts, and no table is half changed by it. They keep out
+what would break whoever reads it, a negative count or a sum that is NaN for ever; what is merely implausible passes.
 """
 
 from enum import StrEnum
+from typing import Annotated
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
+
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""Tokens, bytes, sequences, epochs, terms: as large as msgspec can check, and room in a u64."""
+
+Count32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+"""What has 32 bits in a beat or over gRPC: a worker's or an agent's incarnation, TP, tries, state words."""
+
+Ordinal = Annotated[int, Meta(ge=0, le=255)]
+"""Place of a worker on its node; a byte in a beat."""
+
+Small = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+"""A signed number that people choose: a priority, or whole milliseconds, which may be past."""
+
+Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
+"""A duration, rate or energy that cannot be below zero; finite, and so is the sum of any number of them."""
+
+Finite = Annotated[float, Meta(ge=-1e18, le=1e18)]
+"""A remaining time, or a difference of clock readings: a moment late it may be below zero."""
+
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+"""A probability."""
 
 
 class Role(StrEnum):
@@ -26,8 +52,8 @@ class StreamId(Struct, frozen=True, array_like=True):
     """One try at one request: ``attempt`` counts the client's sends, ``try_`` that router's dispatches, both from 1."""
 
     id: str
-    attempt: int = 1
-    try_: int = 1
+    attempt: Count32 = 1
+    try_: Count32 = 1
 
 
 # Fleet ---------------------------------------------------------------------------------------------------------------
@@ -36,11 +62,11 @@ class StreamId(Struct, frozen=True, array_like=True):
 class KvLayout(Struct, frozen=True):
     """How a worker's KV cache lies in memory; two workers exchange KV only if all of it but ``tp`` is equal."""
 
-    block_tokens: int
-    bytes_per_token: int
+    block_tokens: Count32
+    bytes_per_token: Count
     precision: str
     revision: str = ""
-    tp: int = 1
+    tp: Count32 = 1
 
 
 class WorkerInfo(Struct, frozen=True):
@@ -51,17 +77,17 @@ class WorkerInfo(Struct, frozen=True):
     """
 
     id: str
-    ordinal: int
-    incarnation: int
+    ordinal: Ordinal
+    incarnation: Count32
     hardware: str
     model: str
     precision: str
-    tp: int
-    gpus: tuple[int, ...]
-    kv_tokens: int
-    max_context: int
-    max_batch: int
-    chunk_tokens: int
+    tp: Count32
+    gpus: tuple[Count32, ...]
+    kv_tokens: Count
+    max_context: Count32
+    max_batch: Count32
+    chunk_tokens: Count32
     layout: KvLayout
     engine: str
     engine_version: str = ""
@@ -69,15 +95,15 @@ class WorkerInfo(Struct, frozen=True):
     role: Role = Role.BOTH
     cordoned: bool = False
     adapters: tuple[str, ...] = ()
-    step_ms: float = 0.0
+    step_ms: Amount = 0.0
 
 
 class LinkInfo(Struct, frozen=True):
     """One way KV can leave or enter this node; ``peer`` "" is any other node. Rates in decimal gigabytes per second."""
 
     kind: str
-    gb_per_s: float
-    setup_ms: float
+    gb_per_s: Amount
+    setup_ms: Amount
     peer: str = ""
 
 
@@ -89,8 +115,8 @@ class NodeInventory(Struct):
     """
 
     node: str
-    incarnation: int
-    epoch: int
+    incarnation: Count32
+    epoch: Count
     workers: tuple[WorkerInfo, ...]
     zone: str = ""
     links: tuple[LinkInfo, ...] = ()
@@ -106,18 +132,21 @@ class WorkerState(Struct, frozen=True, array_like=True):
     """
 
     worker: str
-    incarnation: int
-    state: int
-    beat: int
-    verdict: int
+    incarnation: Count32
+    state: Count32
+    beat: Count
+    verdict: Ordinal
 
 
 class NodeStamp(Struct, frozen=True, array_like=True):
-    """The newest beat of one node: agent incarnation, sequence, and the node's own clock when it was sent."""
+    """The newest beat of one node: agent incarnation, sequence, and the node's own clock when it was sent.
+
+    ``emit_ns`` is passed on as the node said it, and has no range: one node's odd clock must not cost others a delta.
+    """
 
     node: str
-    incarnation: int
-    sequence: int
+    incarnation: Count32
+    sequence: Count
     emit_ns: int
 
 
@@ -125,8 +154,8 @@ class FleetDelta(Struct, array_like=True):
     """What changed since delta ``number - 1`` of this collector incarnation; a gap in numbers asks for a snapshot."""
 
     collector: str
-    incarnation: int
-    number: int
+    incarnation: Count
+    number: Count
     changes: tuple[WorkerState, ...] = ()
     stamps: tuple[NodeStamp, ...] = ()
 
@@ -135,8 +164,8 @@ class FleetSnapshot(Struct, array_like=True):
     """The full set after delta ``number``."""
 
     collector: str
-    incarnation: int
-    number: int
+    incarnation: Count
+    number: Count
     workers: tuple[WorkerState, ...] = ()
     stamps: tuple[NodeStamp, ...] = ()
 
@@ -149,10 +178,10 @@ class AffinityUpdate(Struct, array_like=True):
     """
 
     worker: str
-    incarnation: int
-    number: int
-    rows: int
-    hashes: int
+    incarnation: Count32
+    number: Count
+    rows: Count32
+    hashes: Count32
     on: bytes = b""
     off: bytes = b""
     full: bool = False
@@ -166,8 +195,8 @@ class Split(Struct, frozen=True):
 
     transfer: str
     peer: str
-    peer_incarnation: int
-    tokens: int
+    peer_incarnation: Count32
+    tokens: Count
 
 
 class Run(Struct):
@@ -185,24 +214,24 @@ class Run(Struct):
     tenant: str
     model: str
     worker: str
-    incarnation: int
+    incarnation: Count32
     inbox: str
     body: bytes
     router: str
-    prompt_tokens: int
-    deadline_ms: int = 0
-    ttft_ms: float = 0.0
-    tpot_ms: float = 0.0
-    predicted_ttft_ms: float = 0.0
-    predicted_prefill_ms: float = 0.0
-    predicted_total_ms: float = 0.0
-    waited_ms: float = 0.0
-    priority: int = 0
+    prompt_tokens: Count
+    deadline_ms: Small = 0
+    ttft_ms: Amount = 0.0
+    tpot_ms: Amount = 0.0
+    predicted_ttft_ms: Finite = 0.0
+    predicted_prefill_ms: Finite = 0.0
+    predicted_total_ms: Finite = 0.0
+    waited_ms: Finite = 0.0
+    priority: Small = 0
     session: str = ""
     salt: bytes = b""
     split: Split | None = None
     fetch: Split | None = None
-    fetch_wait_ms: float = 0.0
+    fetch_wait_ms: Finite = 0.0
 
 
 class Prefill(Struct):
@@ -216,13 +245,13 @@ class Prefill(Struct):
     tenant: str
     model: str
     worker: str
-    incarnation: int
+    incarnation: Count32
     body: bytes
     router: str
-    prompt_tokens: int
+    prompt_tokens: Count
     split: Split
-    deadline_ms: int = 0
-    predicted_prefill_ms: float = 0.0
+    deadline_ms: Small = 0
+    predicted_prefill_ms: Finite = 0.0
     salt: bytes = b""
 
 
@@ -233,8 +262,8 @@ class Cancel(Struct):
     """
 
     id: str
-    attempt: int = 0
-    try_: int = 0
+    attempt: Count32 = 0
+    try_: Count32 = 0
     reason: str = "client"
     tenant: str = ""
 
@@ -266,28 +295,28 @@ class RequestEvent(Struct):
     tenant: str
     model: str
     worker: str = ""
-    incarnation: int = 0
+    incarnation: Count32 = 0
     role: Role = Role.BOTH
     hardware: str = ""
-    agent_incarnation: int = 0
-    beat: int = 0
+    agent_incarnation: Count32 = 0
+    beat: Count = 0
     router: str = ""
     reason: str = ""
     status: str = ""
-    code: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    transferred_tokens: int = 0
-    verified_blocks: int = 0
-    waited_ms: float = 0.0
-    queue_ms: float = 0.0
-    ttft_ms: float = 0.0
-    e2e_ms: float = 0.0
-    predicted_ttft_ms: float = 0.0
-    predicted_total_ms: float = 0.0
-    gpu_ms: float = 0.0
-    joules: float = 0.0
+    code: Count32 = 0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    output_tokens: Count = 0
+    transferred_tokens: Count = 0
+    verified_blocks: Count = 0
+    waited_ms: Finite = 0.0
+    queue_ms: Finite = 0.0
+    ttft_ms: Finite = 0.0
+    e2e_ms: Finite = 0.0
+    predicted_ttft_ms: Finite = 0.0
+    predicted_total_ms: Finite = 0.0
+    gpu_ms: Amount = 0.0
+    joules: Amount = 0.0
 
 
 class LedgerAction(StrEnum):
@@ -309,13 +338,13 @@ class LedgerNote(Struct, array_like=True):
     stream: StreamId
     tenant: str
     worker: str
-    incarnation: int
+    incarnation: Count32
     role: Role = Role.BOTH
-    prefill_ms: float = 0.0
-    prompt_tokens: int = 0
-    total_ms: float = 0.0
-    expires_ms: float = 0.0
-    tpot_ms: float = 0.0
+    prefill_ms: Amount = 0.0
+    prompt_tokens: Count = 0
+    total_ms: Amount = 0.0
+    expires_ms: Finite = 0.0
+    tpot_ms: Amount = 0.0
 
 
 # KV ------------------------------------------------------------------------------------------------------------------
@@ -338,13 +367,13 @@ class TransferPlan(Struct):
     stream: StreamId
     model: str
     source: str
-    source_incarnation: int
+    source_incarnation: Count32
     target: str
-    target_incarnation: int
-    tokens: int
-    kv_bytes: int
-    deadline_ms: float
-    predicted_ms: float = 0.0
+    target_incarnation: Count32
+    tokens: Count
+    kv_bytes: Count
+    deadline_ms: Finite
+    predicted_ms: Finite = 0.0
     link: str = ""
     router: str = ""
 
@@ -371,21 +400,21 @@ class KvCommand(Struct):
 
     verb: KvVerb
     transfer: str
-    term: int
+    term: Count
     coordinator: str
     worker: str = ""
-    incarnation: int = 0
+    incarnation: Count32 = 0
     stream: StreamId | None = None
     reason: TransferReason = TransferReason.SPLIT
-    tokens: int = 0
-    kv_bytes: int = 0
-    epoch: int = 0
-    lease_ms: float = 0.0
+    tokens: Count = 0
+    kv_bytes: Count = 0
+    epoch: Count = 0
+    lease_ms: Amount = 0.0
     address: str = ""
     secret: bytes = b""
     link: str = ""
-    gb_per_s: float = 0.0
-    setup_ms: float = 0.0
+    gb_per_s: Amount = 0.0
+    setup_ms: Amount = 0.0
 
 
 class KvLease(Struct):
@@ -393,11 +422,11 @@ class KvLease(Struct):
 
     transfer: str
     worker: str
-    incarnation: int
-    epoch: int
-    tokens: int
+    incarnation: Count32
+    epoch: Count
+    tokens: Count
     state: str
-    remaining_ms: float
+    remaining_ms: Finite
 
 
 class KvReply(Struct):
@@ -406,7 +435,7 @@ class KvReply(Struct):
     ok: bool
     transfer: str = ""
     reason: str = ""
-    epoch: int = 0
+    epoch: Count = 0
     address: str = ""
     secret: bytes = b""
     leases: tuple[KvLease, ...] = ()
@@ -424,12 +453,12 @@ class TransferReport(Struct):
     state: str
     source: str
     target: str
-    epoch: int = 0
-    tokens: int = 0
-    wire_bytes: int = 0
-    kv_bytes: int = 0
-    took_ms: float = 0.0
-    predicted_ms: float = 0.0
+    epoch: Count = 0
+    tokens: Count = 0
+    wire_bytes: Count = 0
+    kv_bytes: Count = 0
+    took_ms: Finite = 0.0
+    predicted_ms: Finite = 0.0
     link: str = ""
     detail: str = ""
     router: str = ""
@@ -441,16 +470,16 @@ class LinkState(Struct, frozen=True, array_like=True):
     source: str
     target: str
     kind: str
-    gb_per_s: float
-    setup_ms: float
-    in_flight_bytes: int = 0
-    transfers: int = 0
+    gb_per_s: Amount
+    setup_ms: Amount
+    in_flight_bytes: Count = 0
+    transfers: Count32 = 0
 
 
 class LinkTable(Struct):
     """Link state at 10 Hz. The coordinator with the highest (term, id) is the active one."""
 
-    term: int
+    term: Count
     coordinator: str
     links: tuple[LinkState, ...] = ()
 
@@ -489,9 +518,9 @@ class PrefetchCommand(Struct):
     verb: PrefetchVerb
     model: str
     hardware: str
-    weight_bytes: int
-    deadline_ms: float
-    confidence: float
+    weight_bytes: Count
+    deadline_ms: Finite
+    confidence: Fraction
     predictor: str = ""
 
 
@@ -500,18 +529,18 @@ class ModelForecast(Struct, frozen=True):
 
     model: str
     hardware: str
-    horizon_s: float
-    probability: float
-    requests_per_s: float
-    prompt_tokens_per_s: float = 0.0
-    output_tokens_per_s: float = 0.0
-    state: int = 0
+    horizon_s: Amount
+    probability: Fraction
+    requests_per_s: Amount
+    prompt_tokens_per_s: Amount = 0.0
+    output_tokens_per_s: Amount = 0.0
+    state: Count32 = 0
 
 
 class Forecast(Struct):
     """All forecasts of one tick."""
 
     predictor: str
-    number: int
-    seen: int
+    number: Count
+    seen: Count
     models: tuple[ModelForecast, ...] = field(default_factory=tuple)

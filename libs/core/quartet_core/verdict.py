@@ -147,17 +147,15 @@ class VerdictBoard:
         self._changes: list[Change] = []
         self._mass_since = 0
 
-    def heard(self, node: NodeKey, sequence: int, now_ns: int, *, incarnation: int = 0) -> bool:
-        """A valid beat of ``node`` arrived; False if its sequence is not above the last one, and nothing was noted.
+    def heard(self, node: NodeKey, sequence: int, now_ns: int, *, incarnation: int = 0) -> None:
+        """A beat of ``node`` arrived that counts: which do (no replays, no jumps) is the caller's to say, once.
 
-        A batch of beats may be told by its last one. Another ``incarnation`` than before begins anew: its sequences
-        start over, its workers are unknown again. Raises ``BoardFull``.
+        A batch of beats may be told by its last one. Another ``incarnation`` than before begins anew: its workers are
+        unknown again. Raises ``BoardFull``.
         """
         watch = self._nodes.get(node)
         if watch is None or watch.incarnation != incarnation:
             watch = self._welcome(node, incarnation)
-        if sequence <= watch.sequence:
-            return False
         watch.sequence = sequence
         watch.heard_at = self._at(now_ns)
         if node in self._nodes:
@@ -165,7 +163,6 @@ class VerdictBoard:
         if watch.verdict is not Verdict.UP:
             watch.heard_in_row += 1
             self._returning[node] = watch
-        return True
 
     def steps(
         self,

@@ -11,17 +11,19 @@ from typing import Any
 import grpc
 import grpc.aio
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from msgspec import Struct
 
-from quartet_rpc.errors import CallFailed, metadata_of
+from quartet_rpc.errors import CallFailed, invalid, metadata_of
 from quartet_rpc.v1.common_pb2 import Reason
 
 _log = structlog.get_logger()
 
 _Answer = Callable[[Any, Any], Awaitable[Any]]
 _Stream = Callable[[Any, Any], AsyncIterator[Any]]
+_Parse = Callable[[bytes], Any]
 
 HEALTH_INTERVAL_S = 0.1
 """How long the answer to a health check may lag behind the truth."""
@@ -109,7 +111,10 @@ async def _watch(checks: health.aio.HealthServicer, names: Sequence[str], ready:
 
 
 class _Reasons(grpc.aio.ServerInterceptor):
-    """Turns what a servicer raises into a status: ``CallFailed`` as it says, anything else INTERNAL and a log line."""
+    """Turns what a servicer raises into a status: ``CallFailed`` as it says, anything else INTERNAL and a log line.
+
+    Requests are parsed here too: grpc would call bytes that are not the request's message an UNKNOWN error.
+    """
 
     async def intercept_service(
         self,
@@ -122,35 +127,44 @@ class _Reasons(grpc.aio.ServerInterceptor):
             return handler
         method = handler_call_details.method
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _answering(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer
-            )
+            answering = _answering(method, handler.unary_unary, _parser(handler))
+            return grpc.unary_unary_rpc_method_handler(answering, None, handler.response_serializer)
         if handler.unary_stream is not None:
             stream: Any = handler.unary_stream  # typed for threaded servers alone
             # a stream is a generator, or (the health service's) a coroutine that writes to its context
             guarded = _streaming if inspect.isasyncgenfunction(stream) else _answering
             return grpc.unary_stream_rpc_method_handler(
-                guarded(method, stream), handler.request_deserializer, handler.response_serializer
+                guarded(method, stream, _parser(handler)), None, handler.response_serializer
             )
         return handler
 
 
-def _answering(method: str, answer: _Answer) -> _Answer:
-    async def answered(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _parser(handler: grpc.RpcMethodHandler[Any, Any]) -> _Parse:
+    deserializer: _Parse | None = handler.request_deserializer
+
+    def parse(data: bytes) -> Any:
         try:
-            return await answer(request, context)
+            return data if deserializer is None else deserializer(data)
+        except DecodeError as error:
+            raise invalid("the request is not the message that this method takes") from error
+
+    return parse
+
+
+def _answering(method: str, answer: _Answer, parse: _Parse) -> _Answer:
+    async def answered(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await answer(parse(request), context)
         except Exception as error:
             return await _abort(method, context, error)
 
     return answered
 
 
-def _streaming(
-    method: str, stream: Callable[[Any, Any], AsyncIterator[Any]]
-) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    async def streamed(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _streaming(method: str, stream: _Stream, parse: _Parse) -> _Stream:
+    async def streamed(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            async for message in stream(request, context):
+            async for message in stream(parse(request), context):
                 yield message
         except Exception as error:
             await _abort(method, context, error)

@@ -26,7 +26,7 @@ from quartet_bus.bus import PayloadTooLarge
 from quartet_bus.config.schema import ModelSection
 from quartet_bus.messages import Phase, Prefill, StreamId
 from quartet_bus.messages import Run as RunDispatch
-from quartet_core.openai import Inference, Refused, parse, upstream
+from quartet_core.openai import Inference, Refused, late, parse, upstream
 
 Dispatch = RunDispatch | Prefill
 
@@ -124,10 +124,7 @@ class Run(ABC):
 
     def expire(self) -> None:
         """Its deadline has passed."""
-        self.fail(
-            Refused(504, "The request's deadline has passed.", kind="timeout_error", code="deadline_exceeded"),
-            "deadline",
-        )
+        self.fail(late(), "deadline")
 
     def fail(self, error: Refused, reason: str) -> None:
         """It ends with an error that is final."""

@@ -135,6 +135,8 @@ class AgentService(Service):
         wall_s = loop.time if isinstance(loop, VirtualLoop) else time.time
         hosted = host_workers(config, self._catalogue, self.instance, self.random, loop, self._now_ms, wall_s)
         self.workers = {worker.id: worker for worker in hosted}
+        if not hosted:
+            self.log.warning("no engines in [agent], so this node has no workers", node=self.instance)
         self.board = WordBoard(self._beats, hosted)
         events = EventAuthor(self.board, self.incarnation, self._say_event)
         self.streams = Streams(

@@ -117,7 +117,7 @@ def broker_away() -> Refused:
         503,
         "The gateway has no connection to its message broker right now.",
         kind="service_unavailable",
-        code="broker_unavailable",
+        code="no_broker",
         retry_after_s=1.0,
     )
 

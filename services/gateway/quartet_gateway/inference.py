@@ -81,6 +81,8 @@ class Completions:
         )
         inference = await read_inference(body, endpoint)
         model = inference.model or ""
+        if not service.bus.connected:  # the bus would keep the request until there is a broker: too long for HTTP
+            raise broker_away()
         service.models.check(model)
         exchange.model = model
         exchange.streamed = inference.stream

@@ -27,6 +27,18 @@ _NOTHING = (1 << 64) - 1
 
 _FIRST_SLOTS = 16
 
+_FIRST_MOST = np.uint64(1 << 40)
+"""The highest sequence that a node may be heard with first: 17 years of 2,000 beats a second.
+
+Of a node that was never heard nothing better is known. All sequences stay far below 2^63, so that nothing here wraps.
+"""
+
+_LEAD_NS = 5_000_000_000
+"""How far ahead of the last beat taken a node's next one may be, counted in beats of that much time, at any moment."""
+
+_FASTEST = 2
+"""Times its configured rate at which a node is believed to have beaten while nothing of it was taken."""
+
 
 class Drop(StrEnum):
     """Why a well-formed datagram changed nothing; with ``quartet_core.heartbeat.Reason`` the labels of the counter."""
@@ -34,6 +46,7 @@ class Drop(StrEnum):
     UNKNOWN_NODE = "unknown_node"
     INCARNATION = "incarnation"
     REPLAY = "replay"
+    JUMP = "jump"
 
 
 class Entry(NamedTuple):
@@ -57,14 +70,21 @@ class FleetBoard:
 
     ``received`` = ``taken`` + ``superseded`` + all of ``dropped``: taken is the newest beat of a node in a batch,
     superseded an older one beside it. ``lost`` counts gaps in the nodes' sequences.
+
+    A beat is a replay if its sequence is not above the last one taken of the incarnation, and a jump if it is further
+    above than the node can have come: 5 s of beats, and less after a jump, until twice the rate of beats that
+    ``beat_ns`` apart have made up for it. So one forged beat silences a node that has no key for 5 s, not for ever.
+    This is the only such rule: what passes it counts, for verdicts too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beat_ns: int = 500_000) -> None:
         self.received = 0
         self.taken = 0
         self.superseded = 0
         self.lost = 0
         self.dropped: Counter[str] = Counter(dict.fromkeys([*Reason, *Drop], 0))
+        self._lead = np.uint64(max(1, _LEAD_NS // beat_ns))
+        self._fastest_ns = max(1, beat_ns // _FASTEST)
         self._nodes: list[Node | None] = []
         self._slot_of: dict[str, int] = {}
         self._free: list[int] = []
@@ -74,6 +94,8 @@ class FleetBoard:
         self._slots: Positions = np.empty(0, dtype=np.intp)
         self._incarnations = np.zeros(_FIRST_SLOTS, dtype=np.uint64)
         self._next = np.zeros(_FIRST_SLOTS, dtype=np.uint64)  # the lowest sequence that is new; 0: none heard yet
+        self._most = np.full(_FIRST_SLOTS, _FIRST_MOST)  # the highest sequence that was no jump at ``_taken_ns``
+        self._taken_ns = np.zeros(_FIRST_SLOTS, dtype=np.int64)
         self._rows = np.full((_FIRST_SLOTS, 1), _NOTHING, dtype=np.uint64)
         self._stepped = np.zeros((_FIRST_SLOTS, 1), dtype=np.bool_)
 
@@ -95,6 +117,8 @@ class FleetBoard:
         self._keyed = self._keyed or bool(node.keys)
         if fresh:
             self._next[slot] = 0
+            self._most[slot] = _FIRST_MOST
+            self._taken_ns[slot] = 0
         self._incarnations[slot] = node.incarnation
         self._rows[slot] = _NOTHING
         self._stepped[slot] = False
@@ -107,12 +131,16 @@ class FleetBoard:
             self._free.append(slot)
             self._index()
 
-    def take(self, batch: BeatBatch) -> Heard:
-        """Keep what is newest of ``batch`` and return what it changed, having told the nodes their newest beat."""
+    def take(self, batch: BeatBatch, now_ns: int) -> Heard:
+        """Keep what is newest of ``batch``, received at ``now_ns``, and return what it changed.
+
+        Nodes are told their newest beat. ``now_ns`` is the collector's monotonic clock.
+        """
         self.received += batch.received
         for reason, number in batch.malformed.items():
             self.dropped[reason] += number
-        slots, position = self._admissible(batch)
+        most = self._most + (np.maximum(now_ns - self._taken_ns, 0) // self._fastest_ns).astype(np.uint64)
+        slots, position = self._admissible(batch, most)
         if not position.size:
             return Heard([], [])
         sequences = batch.sequences[position]
@@ -129,6 +157,8 @@ class FleetBoard:
         self.superseded += position.size - heard.size
         if not heard.size:
             return Heard([], [])
+        self._most[heard] = np.minimum(most[heard], batch.sequences[chosen] + self._lead)
+        self._taken_ns[heard] = now_ns
         self._count_gaps(batch, heard, chosen, slots)
         return self._keep(batch, heard, chosen)
 
@@ -141,8 +171,11 @@ class FleetBoard:
         self._stepped[:] = False
         return moved
 
-    def _admissible(self, batch: BeatBatch) -> tuple[Positions, Positions]:
-        """Slots and positions of the beats in ``batch`` that are announced and new; the others are counted."""
+    def _admissible(self, batch: BeatBatch, most: Words) -> tuple[Positions, Positions]:
+        """Slots and positions of the beats in ``batch`` that are announced, new and no jump; the others are counted.
+
+        ``most`` is the highest sequence of each slot that is no jump.
+        """
         number = batch.nodes.size
         if not number or not self._hashes.size:
             self.dropped[Drop.UNKNOWN_NODE] += number
@@ -153,14 +186,17 @@ class FleetBoard:
         slots = self._slots[found]
         announced = self._incarnations[slots] == batch.incarnations
         new = batch.sequences >= self._next[slots]
-        good = known & announced & new
+        near = batch.sequences <= most[slots]
+        good = known & announced & new & near
         position = good.nonzero()[0]
         if position.size != number:
             unknown = number - int(np.count_nonzero(known))
             other = int(np.count_nonzero(known & ~announced))
             self.dropped[Drop.UNKNOWN_NODE] += unknown
             self.dropped[Drop.INCARNATION] += other
-            self.dropped[Drop.REPLAY] += number - unknown - other - position.size
+            jumps = int(np.count_nonzero(known & announced & ~near))
+            self.dropped[Drop.JUMP] += jumps
+            self.dropped[Drop.REPLAY] += number - unknown - other - jumps - position.size
             slots = slots[position]
         return slots, position
 
@@ -248,6 +284,8 @@ class FleetBoard:
         wider = ((0, more), (0, width - self._rows.shape[1]))
         self._incarnations = np.pad(self._incarnations, (0, more))
         self._next = np.pad(self._next, (0, more))
+        self._most = np.pad(self._most, (0, more), constant_values=_FIRST_MOST)
+        self._taken_ns = np.pad(self._taken_ns, (0, more))
         self._rows = np.pad(self._rows, wider, constant_values=_NOTHING)
         self._stepped = np.pad(self._stepped, wider)
 

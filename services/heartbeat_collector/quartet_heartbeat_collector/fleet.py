@@ -41,7 +41,7 @@ class Fleet:
     """
 
     def __init__(self, limits: VerdictLimits, master_keys: Iterable[bytes] = ()) -> None:
-        self.board = FleetBoard()
+        self.board = FleetBoard(limits.beat_ns)
         self.foreign_entries = 0
         self.outcomes = dict.fromkeys(Outcome, 0)
         self._limits = limits
@@ -86,7 +86,7 @@ class Fleet:
     def hear(self, batch: BeatBatch, now_ns: int) -> None:
         """Take a batch of beats that has just arrived."""
         strangers = self.board.dropped[Drop.UNKNOWN_NODE] + self.board.dropped[Drop.INCARNATION]
-        nodes, entries = self.board.take(batch)
+        nodes, entries = self.board.take(batch, now_ns)
         self._strangers += self.board.dropped[Drop.UNKNOWN_NODE] + self.board.dropped[Drop.INCARNATION] - strangers
         for node in nodes:
             node.heard_ns = now_ns

@@ -4,6 +4,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 from quartet_core.plan import FILTERS, Decision, Plan
 from quartet_router.flight import Flight
 
@@ -13,8 +16,24 @@ NameOf = Callable[[int], str]
 _Names = tuple[str, str, str]
 """Prefill, decode, and whoever lends a prefix."""
 
-_Record = tuple[float, Flight, Decision, str, tuple[_Names, ...]]
-"""When, on what, what, by which policy, and the names of the workers in its plans."""
+
+class _Record(Struct, array_like=True):
+    """One decision. It is kept encoded, in some 300 bytes; as objects it would weigh four times as much."""
+
+    at_ms: float
+    policy: str
+    decision: Decision
+    names: tuple[_Names, ...]
+    model: str
+    tenant: str
+    prompt_tokens: int
+    output_tokens: float
+    ttft_ms: float
+    tpot_ms: float
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Record).decode
 
 
 class Explanations:
@@ -23,7 +42,7 @@ class Explanations:
     def __init__(self, most: int, name_of: NameOf) -> None:
         self._most = most
         self._name_of = name_of
-        self._records: OrderedDict[str, list[_Record]] = OrderedDict()
+        self._records: OrderedDict[str, list[bytes]] = OrderedDict()
 
     def note(self, flight: Flight, decision: Decision, policy: str, now_ms: float) -> None:
         """Keep a decision; a request that is decided again keeps its last eight."""
@@ -33,7 +52,12 @@ class Explanations:
         # Names now: a slot may belong to another worker by the time somebody asks.
         name_of = self._name_of
         names = tuple((name_of(p.prefill), name_of(p.decode), name_of(p.source)) for p in decision.considered)
-        records.append((now_ms, flight, decision, policy, names))
+        ask = flight.ask
+        record = _Record(
+            now_ms, policy, decision, names, flight.model, flight.tenant, ask.prompt_tokens, ask.output_tokens,
+            ask.ttft_ms, ask.tpot_ms,
+        )  # fmt: skip
+        records.append(_encode(record))
         del records[:-8]
         self._records.move_to_end(flight.id)
         if len(self._records) > self._most:
@@ -43,19 +67,19 @@ class Explanations:
         """All decisions on a request, as JSON-able objects; empty when it is not among the last."""
         return [
             {
-                "at_ms": round(at_ms, 3),
-                "policy": policy,
-                "reason": decision.reason.value,
-                "hold": decision.hold,
-                "model": flight.model,
-                "tenant": flight.tenant,
-                "prompt_tokens": flight.ask.prompt_tokens,
-                "expected_output_tokens": round(flight.ask.output_tokens, 1),
-                "targets_ms": {"ttft": flight.ask.ttft_ms, "tpot": flight.ask.tpot_ms},
-                "candidates_left": dict(zip(FILTERS, decision.left, strict=False)),
-                "plans": [_plan(*each) for each in zip(decision.considered, names, strict=True)],
+                "at_ms": round(record.at_ms, 3),
+                "policy": record.policy,
+                "reason": record.decision.reason.value,
+                "hold": record.decision.hold,
+                "model": record.model,
+                "tenant": record.tenant,
+                "prompt_tokens": record.prompt_tokens,
+                "expected_output_tokens": round(record.output_tokens, 1),
+                "targets_ms": {"ttft": record.ttft_ms, "tpot": record.tpot_ms},
+                "candidates_left": dict(zip(FILTERS, record.decision.left, strict=False)),
+                "plans": [_plan(*each) for each in zip(record.decision.considered, record.names, strict=True)],
             }
-            for at_ms, flight, decision, policy, names in self._records.get(request_id, [])
+            for record in map(_decode, self._records.get(request_id, []))
         ]
 
 

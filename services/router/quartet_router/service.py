@@ -74,11 +74,15 @@ class RouterService(Service):
             section = config.models.get(fact.model)
             return hardware.profile(fact.hardware, section.spec if section else fact.model, fact.precision, fact.tp)
 
+        policies = imported_policies(router.policies)
+        if router.policy not in policies:
+            allowed = f"must be one of {', '.join(policies) or 'none, for router.policies is empty'}"
+            raise ConfigError(catalogue.WHERE, "router.policy", router.policy, allowed)
         self._links = LinkBook(config.kv.coordinator_silence_ms)
         self.routing = Routing(
             profile_of,
             hardware.hardware_class,
-            imported_policies(router.policies),
+            policies,
             policy=router.policy,
             links=self._links,
             long_context=long_context,
@@ -396,8 +400,12 @@ def imported_policies(paths: tuple[str, ...]) -> dict[str, type[Policy]]:
         try:
             policy = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError("", "router.policies", path, f"an importable module:Class ({error})") from None
+            raise ConfigError(
+                catalogue.WHERE, "router.policies", path, f"must be an importable module:Class ({error})"
+            ) from None
         if not (isinstance(policy, type) and issubclass(policy, Policy)):
-            raise ConfigError("", "router.policies", path, "a subclass of quartet_core.policy.base.Policy")
+            raise ConfigError(
+                catalogue.WHERE, "router.policies", path, "must be a subclass of quartet_core.policy.base.Policy"
+            )
         found[policy.name] = policy
     return found

@@ -349,6 +349,14 @@ async def test_without_a_broker_it_is_503_and_not_ready(house, http):
     assert (await http.get("/ready")).status == 503
 
 
+async def test_while_the_broker_is_away_a_request_is_refused_at_once_and_not_kept_for_later(house, http, monkeypatch):
+    monkeypatch.setattr(type(house.gateway.bus), "connected", property(lambda _: False))  # which keeps what is sent
+    reply = await http.post(CHAT, data=chat("say 1"))
+    assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
+    assert (await error_of(reply))["code"] == "no_broker"
+    assert house.fleet.requests == []
+
+
 async def test_a_fault_of_ours_is_an_error_object_and_not_a_broken_connection(house, http, monkeypatch):
     def fail(model: str) -> None:
         raise RuntimeError("a bug")

@@ -1,5 +1,6 @@
 """A configuration is merged from files and the environment, or refused with one line that says what to write."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -82,6 +83,13 @@ def test_the_environment_wins_over_files_and_fits_names_to_what_the_file_has(wri
         ('[fleet]\ntargets = "a"', "fleet.targets", "a", "must be an array"),
         ('[models."a.b"]\nspec = "x"\nttft_ms = 0', 'models."a.b".ttft_ms', 0, "a number above 0"),
         ("[models.m]\nttft_ms = 1", "models.m.spec", msgspec.UNSET, "is missing; it must be text"),
+        ('[fleet]\nmaster_keys = ["xyz"]', "fleet.master_keys[0]", "xyz", "must be 1 to 32 bytes in hex"),
+        ("[router]\nhold_max_ms = inf", "router.hold_max_ms", math.inf, "must be finite"),
+        ("[prefetch]\nhorizons_s = [25.0, inf]", "prefetch.horizons_s[1]", math.inf, "must be finite"),
+        ("[router]\nmax_workers = 99999999999999999999", "router.max_workers", 10**20 - 1, "at most 100000"),
+        ("[router]\nhold_max_requests = 1000001", "router.hold_max_requests", 1000001, "at most 1000000"),
+        ("[router]\naffinity_rows = 1", "router.affinity_rows", 1, "at least 8"),
+        ("[router]\naffinity_rows = 1000", "router.affinity_rows", 1000, "must be a power of two"),
         ('[[agent.engines]]\nkind = "x"', "agent.engines[0].kind", "x", "one of simulated"),
     ],
 )

@@ -46,6 +46,7 @@ def figures(
     record = PassRecord(
         policy="finish-time",
         seconds=10.0,
+        grace_s=120.0,
         took_s=12.0,
         outcomes=outcomes,
         ends=ends,
@@ -149,7 +150,7 @@ def test_every_way_to_fail_is_named(got, problem):
 def test_the_screen_shows_both_passes_and_calls_the_unfinished_missed():
     ours = figures([answered("a")], [ended("a")], moved=2)
     other = msgspec.structs.replace(
-        figures([Outcome("a", MODEL, 100, 11, answered=False, fault="late")], []), policy="round-robin"
+        figures([Outcome("a", MODEL, 100, 11, answered=False, fault="late")], []), policy="round-robin", grace_s=15.0
     )
     out = io.StringIO()
     show(Console(file=out, width=160), ours, other)
@@ -158,6 +159,7 @@ def test_the_screen_shows_both_passes_and_calls_the_unfinished_missed():
     assert "20 / 60" in text
     assert "12.8 kB / 26 MB" in text
     assert text.count("round-robin") >= 3
+    assert "A pass ends at most 120 s (finish-time) and 15 s (round-robin) after its last arrival" in text
 
 
 def test_figures_are_json_in_which_missed_is_null():

@@ -109,16 +109,6 @@ def test_a_node_that_is_heard_now_and_then_stays_suspect_instead_of_flapping():
     assert fleet.since() == [("n1", None, SUSPECT)]
 
 
-def test_a_replayed_beat_keeps_nobody_alive():
-    fleet = Fleet(3)
-    fleet.beating.discard("n1")
-    old = fleet.sequence
-    for _ in range(60):
-        assert not fleet.board.heard("n1", old, fleet.now, incarnation=1)
-        fleet.run(2)
-    assert fleet.board.verdict("n1") is DEAD
-
-
 @pytest.mark.parametrize("ran_ns", [None, 1_000 * MS, 0])
 def test_a_collector_paused_for_a_second_suspects_and_kills_nobody(ran_ns):
     fleet = Fleet(20)

@@ -18,6 +18,28 @@ def chat(content: str, **fields: object) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], **fields}).encode()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [rb"cut \ud83d", rb"\uDE00 alone", rb"\ud83d\ude00 whole, \ud83d\u0041 not", rb"\\ud83d escaped, \\\ud83d not"],
+)
+async def test_half_a_surrogate_pair_is_named_with_its_place(text):
+    body = b'{"model":"m","prompt":"' + text + b'"}'
+    with pytest.raises(Refused, match=r"at byte [0-9]+ is half of a surrogate pair") as refused:
+        await read_inference(body, Endpoint.COMPLETIONS)
+    place = int(str(refused.value).split("at byte ")[1].split()[0])
+    with pytest.raises(UnicodeEncodeError):
+        json.loads(b'"' + body[place : place + 6] + b'"').encode()
+    whole = body[:place] + body[place + 6 :]
+    assert (await read_inference(whole, Endpoint.COMPLETIONS)).prompt_text == json.loads(whole)["prompt"].encode()
+
+
+async def test_what_looks_like_half_a_pair_behind_a_backslash_is_text():
+    body = rb'{"model":"m","prompt":"\\ud83d \ud83d\ude00"}'
+    assert (await read_inference(body, Endpoint.COMPLETIONS)).prompt_text == b"\\ud83d " + "\U0001f600".encode()
+    with pytest.raises(Refused, match="truncated"):
+        await read_inference(body[:-1], Endpoint.COMPLETIONS)
+
+
 async def refusal(body: bytes, endpoint: Endpoint) -> tuple[int, str | None]:
     with pytest.raises(Refused) as refused:
         await read_inference(body, endpoint)

@@ -77,6 +77,58 @@ def test_a_replayed_beat_changes_nothing_and_is_counted(fleet, beat, state_word)
     assert fleet.board.dropped["replay"] == 3
 
 
+def test_a_replayed_beat_keeps_nobody_alive(fleet, beat, state_word):
+    _live(fleet, [beat("a", 7, state_word(), state_word())])
+    for now_ns in range(0, 300 * MS, 2 * MS):
+        fleet.hear(from_beats([beat("a", 7, state_word(), state_word())]), now_ns)
+        fleet.tick(now_ns)
+    assert fleet.verdict(fleet.nodes["a"]) is Verdict.DEAD
+
+
+@pytest.mark.parametrize("forged", [2**64 - 1, 2**63, 2**63 - 1, 20_000])
+def test_one_forged_beat_far_ahead_changes_nothing_and_the_node_stays_up(fleet, beat, state_word, forged):
+    _live(fleet, [beat("a", 1000, state_word(), state_word())])
+    for number in range(1, 200):
+        now_ns = number * 2 * MS
+        if number == 20:
+            fleet.hear(from_beats([beat("a", forged, state_word(batch=9), state_word())]), now_ns)
+        fleet.hear(from_beats([beat("a", 1000 + 4 * number, state_word(), state_word())]), now_ns)
+        fleet.tick(now_ns)
+    assert fleet.take_changes() == ()
+    assert fleet.board.dropped["jump"] == 1
+    assert fleet.board.dropped["replay"] == 0
+    assert fleet.nodes["a"].sequence == 1000 + 4 * 199
+    assert fleet.verdict(fleet.nodes["a"]) is Verdict.UP
+
+
+def test_a_forged_beat_before_a_nodes_first_has_to_be_one_that_a_node_could_reach(fleet, beat, state_word):
+    fleet.hear(from_beats([beat("a", 2**40 + 1, state_word(), state_word())]), 0)
+    assert fleet.board.dropped["jump"] == 1
+    assert [change.beat for change in _live(fleet, [beat("a", 3, state_word(), state_word())])] == [3, 3]
+
+
+@pytest.mark.parametrize("jumps", [1, 20])
+def test_jumps_that_are_taken_silence_a_node_for_five_seconds_however_many(fleet, beat, state_word, jumps):
+    word = state_word()
+    _live(fleet, [beat("a", 0, word, word)])
+    for number in range(1, jumps + 1):
+        fleet.hear(from_beats([beat("a", 10_000 * number, word, word)]), 0)
+    assert (fleet.board.taken, fleet.board.dropped["jump"]) == (2, jumps - 1)
+    for at_ms in range(1, 10_000):
+        fleet.hear(from_beats([beat("a", 2 * at_ms, word, word)]), at_ms * MS)
+        if fleet.board.taken > 2:
+            break
+    assert at_ms == 5001
+
+
+def test_a_node_unheard_for_long_is_taken_again_at_once(fleet, beat, state_word):
+    _live(fleet, [beat("a", 5, state_word(), state_word())])
+    hour_ns = 3_600_000 * MS
+    fleet.hear(from_beats([beat("a", 5 + hour_ns // 500_000, state_word(), state_word())]), hour_ns)
+    assert fleet.board.dropped["jump"] == 0
+    assert fleet.board.taken == 2
+
+
 def test_lost_beats_are_counted_from_gaps_but_not_from_what_was_said_before_we_listened(fleet, beat, state_word):
     word = state_word()
     _live(fleet, [beat("a", 1000, word, word)])
@@ -269,7 +321,7 @@ class TestWithKeys:
     ):
         key, busy = node_key(self.NEW, "a"), state_word(batch=30)
         genuine = [datagram(beat("a", n, state_word(batch=n), state_word()), key) for n in (1, 2)]
-        forged = [datagram(beat("a", n, busy, busy)) for n in (1 << 40, 1 << 63)]
+        forged = [datagram(beat("a", n, busy, busy)) for n in (1 << 30, 1 << 40)]
         fleet.hear(received(genuine[0], forged[0], genuine[1], forged[1]), 0)
         fleet.tick(0)
         changes = fleet.take_changes()
@@ -287,6 +339,7 @@ class _OneByOne:
     def __init__(self, announced):
         self.announced = announced  # node hash -> incarnation
         self.next = dict.fromkeys(announced, 0)
+        self.most = dict.fromkeys(announced, 2**40)  # all at one moment
         self.words = {}
         self.counts = Counter()
 
@@ -304,12 +357,15 @@ class _OneByOne:
                 self.counts["incarnation"] += 1
             elif beat.sequence < self.next[beat.node]:
                 self.counts["replay"] += 1
+            elif beat.sequence > self.most[beat.node]:
+                self.counts["jump"] += 1
             else:
                 known = newest.get(beat.node)
                 if known is None or known.sequence <= beat.sequence:
                     newest[beat.node] = beat
         for node, beat in newest.items():
             self.next[node] = beat.sequence + 1
+            self.most[node] = min(self.most[node], beat.sequence + 10_000)
             for worker in beat.workers:
                 if worker.ordinal < 2 and worker.incarnation == 1:
                     self.words[node, worker.ordinal] = worker.word & STATE_MASK

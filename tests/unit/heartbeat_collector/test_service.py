@@ -1,4 +1,5 @@
 import asyncio
+import math
 import random
 
 import msgspec
@@ -321,6 +322,28 @@ def test_a_delta_that_no_ring_record_takes_is_still_published(on_stage, tmp_path
             await asyncio.sleep(0.006)
         assert {change.worker for change in stage.changes()} == {f"{name}-{n}" for name in names for n in (0, 1)}
         assert "quartet_collector_ring_refused_total 1.0" in collector.metrics.exposition().decode()
+
+    on_stage(scene)
+
+
+@pytest.mark.parametrize("wrong", [{"incarnation": -1}, {"step_ms": math.nan}])
+def test_an_inventory_with_impossible_numbers_is_counted_and_leaves_the_node_as_it_was(on_stage, wrong):
+    async def scene(stage):
+        collector = await stage.collector()
+        await stage.announce(stage.inventory("a"))
+        inventory = stage.inventory("a", workers=((0, 2), (1, 2)))
+        if "step_ms" in wrong:
+            first, second = inventory.workers
+            inventory.workers = (first, msgspec.structs.replace(second, **wrong))
+        else:
+            inventory = msgspec.structs.replace(inventory, **wrong)
+        await stage.announce(inventory)
+        exposition = collector.metrics.exposition().decode()
+        assert 'quartet_collector_malformed_total{subject="quartet.v1.node.*.inventory"} 1.0' in exposition
+        assert "quartet_collector_failures_total{" not in exposition
+        node = collector.fleet.nodes["a"]
+        assert node.incarnation == 1
+        assert [worker.incarnation for worker in node.workers.values()] == [1, 1]
 
     on_stage(scene)
 

@@ -387,11 +387,17 @@ def test_explain_tells_the_candidates_and_the_plans_of_a_request():
     play(script)
 
 
-def test_a_policy_path_that_is_none_stops_the_router_at_start():
-    with pytest.raises(ConfigError, match=r"router\.policies"):
-        RouterService(
-            MemoryBus(MemoryBroker()), config(policies=("nowhere:Policy",)), instance="r", random=random.Random(1)
-        )
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"policies": ("nowhere:Policy",)}, r"router\.policies = 'nowhere:Policy': must be an importable"),
+        ({"policies": ("random:Random",)}, r"configuration: router\.policies = 'random:Random': must be a subclass"),
+        ({"policy": "fastest"}, r"router\.policy = 'fastest': must be one of finish-time, .*round-robin"),
+    ],
+)
+def test_a_policy_that_is_none_stops_the_router_at_start(wrong, line):
+    with pytest.raises(ConfigError, match=line):
+        RouterService(MemoryBus(MemoryBroker()), config(**wrong), instance="r", random=random.Random(1))
 
 
 def test_a_router_is_ready_when_it_could_route():

@@ -77,6 +77,19 @@ async def test_a_defect_is_an_internal_error_without_its_traceback():
     assert "secret" not in error.details()
 
 
+async def test_bytes_that_are_no_request_are_the_callers_mistake():
+    async with serve(ANY, [rpc(fine)], ready) as serving, channel(serving.address) as there:
+        for method in ("/quartet.v1.Predictor/GetForecasts", "/grpc.health.v1.Health/Check"):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await there.unary_unary(method)(b"\xff\xff\xff")
+            assert failed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert reason_of(failed.value) == Reason.REASON_INVALID
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            async for _ in there.unary_stream("/grpc.health.v1.Health/Watch")(b"\xff\xff\xff"):
+                pass
+        assert failed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_call_without_an_answer_ends_at_its_deadline():
     async def never(request):
         await asyncio.Event().wait()

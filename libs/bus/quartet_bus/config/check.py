@@ -1,6 +1,7 @@
 """What may stand where: a configuration walked along its schema, until something is wrong."""
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
@@ -46,6 +47,7 @@ def check(value: Any, kind: Any, path: _Path, sources: Mapping[_Path, str]) -> N
             msgspec.convert(value, kind)
         except msgspec.ValidationError:
             _expect(False, value, f"must be {describe(info)}", path, sources)
+        _expect(not isinstance(value, float) or math.isfinite(value), value, "must be finite", path, sources)
 
 
 def spell(path: _Path) -> str:
@@ -54,7 +56,10 @@ def spell(path: _Path) -> str:
 
 
 def describe(info: inspect.Type) -> str:
-    """What values a leaf of the schema takes, in words."""
+    """What values a leaf of the schema takes, in words; its own description, when it has one."""
+    if isinstance(info, inspect.Metadata):
+        own = (info.extra_json_schema or {}).get("description")
+        return str(own) if own else describe(info.type)
     if isinstance(info, inspect.LiteralType):
         return "one of " + ", ".join(sorted(str(value) for value in info.values))
     if isinstance(info, inspect.BoolType):
@@ -62,7 +67,11 @@ def describe(info: inspect.Type) -> str:
     if isinstance(info, inspect.IntType | inspect.FloatType):
         noun = "an integer" if isinstance(info, inspect.IntType) else "a number"
         bounds = ((info.ge, "at least"), (info.gt, "above"), (info.le, "at most"), (info.lt, "below"))
-        limits = [f"{word} {bound:g}" for bound, word in bounds if bound is not None]
+        limits = [
+            f"{word} {bound:g}" if isinstance(bound, float) else f"{word} {bound}"
+            for bound, word in bounds
+            if bound is not None
+        ]
         return " ".join([noun, " and ".join(limits)]).strip()
     if isinstance(info, inspect.StrType):
         return "text"
@@ -88,10 +97,10 @@ def _check_table(value: Any, info: inspect.StructType, path: _Path, sources: Map
 
 def _expect(good: bool, value: Any, allowed: str, path: _Path, sources: Mapping[_Path, str]) -> None:
     if not good:
-        raise ConfigError(_source(path, sources), spell(path), value, allowed)
+        raise ConfigError(source(path, sources), spell(path), value, allowed)
 
 
-def _source(path: _Path, sources: Mapping[_Path, str]) -> str:
+def source(path: _Path, sources: Mapping[_Path, str]) -> str:
     """The file of ``path``, or of the innermost table around it that a file has."""
     plain = tuple(re.sub(r"(\[\d+\])+$", "", part) for part in path)
     while plain and plain not in sources:

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from msgspec import UNSET, inspect
 
-from quartet_bus.config.check import ConfigError, check, spell
+from quartet_bus.config.check import ConfigError, check, source, spell
 from quartet_bus.config.schema import Config
 
 __all__ = ["PREFIX", "ConfigError", "load"]
@@ -38,7 +38,12 @@ def load(files: Iterable[Path | str], env: Mapping[str, str] | None = None) -> C
         if name.startswith(PREFIX):
             _override(merged, sources, name, text)
     check(merged, Config, (), sources)
-    return msgspec.convert(merged, Config)
+    config = msgspec.convert(merged, Config)
+    rows = config.router.affinity_rows
+    if rows.bit_count() != 1:  # what no type can say
+        path = ("router", "affinity_rows")
+        raise ConfigError(source(path, sources), spell(path), rows, "must be a power of two")
+    return config
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -10,11 +10,21 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
+# Upper bounds are far above what anybody wants, and low enough that a slip is refused at start, instead of being
+# met as a full memory.
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+CountOrZero = Annotated[int, Meta(ge=0, le=1_000_000)]
+Tokens = Annotated[int, Meta(ge=1, le=1_000_000_000)]
+TokensOrZero = Annotated[int, Meta(ge=0, le=1_000_000_000)]
+Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
+BytesOrZero = Annotated[int, Meta(ge=0, le=1 << 40)]
+Milliseconds = Annotated[int, Meta(ge=1, le=7 * 24 * 3600 * 1000)]
+MillisecondsOrZero = Annotated[int, Meta(ge=0, le=7 * 24 * 3600 * 1000)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NotNegativeFloat = Annotated[float, Meta(ge=0)]
-HexKey = Annotated[str, Meta(pattern="^([0-9a-fA-F]{2}){1,32}$")]
+HexKey = Annotated[
+    str, Meta(pattern="^([0-9a-fA-F]{2}){1,32}$", description="1 to 32 bytes in hex (2 to 64 digits, an even number)")
+]
 
 
 class Section(Struct, forbid_unknown_fields=True):
@@ -28,7 +38,7 @@ class ServiceSection(Section):
     http_host: str = "127.0.0.1"
     http_port: Port = 0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    stop_timeout_ms: Positive = 10_000
+    stop_timeout_ms: Milliseconds = 10_000
 
 
 class NatsSection(Section):
@@ -38,8 +48,8 @@ class NatsSection(Section):
     user: str = ""
     password: str = ""
     credentials_file: str = ""
-    connect_timeout_ms: NotNegative = 30_000
-    outgoing_bytes: Positive = 64 * 1024 * 1024
+    connect_timeout_ms: MillisecondsOrZero = 30_000
+    outgoing_bytes: Bytes = 64 * 1024 * 1024
 
 
 class FleetSection(Section):
@@ -48,13 +58,13 @@ class FleetSection(Section):
     multicast_group: str = "239.7.7.7"
     port: Port = 7447
     interface: str = "127.0.0.1"
-    multicast_ttl: NotNegative = 0
+    multicast_ttl: Annotated[int, Meta(ge=0, le=255)] = 0
     targets: tuple[str, ...] = ()
-    beat_interval_us: Positive = 500
+    beat_interval_us: Annotated[int, Meta(ge=1, le=60_000_000)] = 500
     receive_batch_ms: NotNegativeFloat = 2.0
-    receive_buffer_bytes: Positive = 8 * 1024 * 1024
+    receive_buffer_bytes: Bytes = 8 * 1024 * 1024
     ring_path: str = ""
-    ring_bytes: Positive = 4 * 1024 * 1024
+    ring_bytes: Bytes = 4 * 1024 * 1024
     delta_interval_ms: PositiveFloat = 1.0
     stamp_interval_ms: PositiveFloat = 50.0
     snapshot_interval_ms: PositiveFloat = 250.0
@@ -73,7 +83,7 @@ class ModelSection(Section):
     tpot_ms: PositiveFloat = 100.0
     sketch: Literal["tokens", "text"] = "text"
     isolation: bool = False
-    max_tokens: Positive = 1024
+    max_tokens: Tokens = 1024
     base: str = ""
     tags: tuple[str, ...] = ()
 
@@ -94,19 +104,19 @@ class RouterSection(Section):
     split: bool = True
     fetch: bool = True
     split_without_prefill_worker: Literal["whole", "error"] = "whole"
-    long_prompt_tokens: Positive = 4096
+    long_prompt_tokens: Tokens = 4096
     long_context_classes: tuple[str, ...] = ()
     dispatch_ack_ms: PositiveFloat = 250.0
-    max_tries: Positive = 3
+    max_tries: Annotated[int, Meta(ge=1, le=32)] = 3
     hold_max_ms: NotNegativeFloat = 2000.0
     hold_ahead_chunks: NotNegativeFloat = 2.0
-    hold_max_bytes: NotNegative = 16 * 1024 * 1024
-    hold_max_requests: NotNegative = 4096
-    body_max_bytes: NotNegative = 32 * 1024 * 1024
-    affinity_rows: Positive = 1 << 17
+    hold_max_bytes: BytesOrZero = 16 * 1024 * 1024
+    hold_max_requests: CountOrZero = 4096
+    body_max_bytes: BytesOrZero = 32 * 1024 * 1024
+    affinity_rows: Annotated[int, Meta(ge=8, le=1 << 24)] = 1 << 17
     affinity_hashes: Annotated[int, Meta(ge=1, le=8)] = 4
-    explain_last: NotNegative = 1024
-    max_workers: Positive = 10_000
+    explain_last: CountOrZero = 1024
+    max_workers: Annotated[int, Meta(ge=1, le=100_000)] = 10_000
 
 
 class LinkSection(Section):
@@ -122,8 +132,8 @@ class KvSection(Section):
     listen: str = "127.0.0.1:0"
     grpc: str = "127.0.0.1:7451"
     lease_ms: PositiveFloat = 5000.0
-    chunk_bytes: Positive = 1024 * 1024
-    transfers_per_link: Positive = 4
+    chunk_bytes: Bytes = 1024 * 1024
+    transfers_per_link: Count = 4
     coordinator_silence_ms: PositiveFloat = 500.0
     links_interval_ms: PositiveFloat = 100.0
     links: dict[str, LinkSection] = field(default_factory=dict)
@@ -136,9 +146,9 @@ class PrefetchSection(Section):
     tick_ms: PositiveFloat = 1000.0
     horizons_s: tuple[float, ...] = (25.0, 300.0, 1800.0)
     act: bool = False
-    min_requests: NotNegative = 200
+    min_requests: CountOrZero = 200
     min_seen_s: NotNegativeFloat = 7200.0
-    max_models: Positive = 1000
+    max_models: Count = 1000
 
 
 class GatewaySection(Section):
@@ -152,14 +162,14 @@ class GatewaySection(Section):
     listen: str = "127.0.0.1:8080"
     keys: dict[str, str] = field(default_factory=dict)
     anonymous_tenant: str = "public"
-    max_body_bytes: Positive = 7 * 1024 * 1024
-    open_bodies_bytes: Positive = 256 * 1024 * 1024
-    max_streams: Positive = 4096
-    request_timeout_ms: Positive = 600_000
-    slow_client_bytes: Positive = 1024 * 1024
-    slow_client_ms: Positive = 10_000
-    body_timeout_ms: Positive = 30_000
-    idle_timeout_ms: Positive = 75_000
+    max_body_bytes: Bytes = 7 * 1024 * 1024
+    open_bodies_bytes: Bytes = 256 * 1024 * 1024
+    max_streams: Count = 4096
+    request_timeout_ms: Milliseconds = 600_000
+    slow_client_bytes: Bytes = 1024 * 1024
+    slow_client_ms: Milliseconds = 10_000
+    body_timeout_ms: Milliseconds = 30_000
+    idle_timeout_ms: Milliseconds = 75_000
 
 
 class AdminSection(Section):
@@ -186,13 +196,13 @@ class EngineSection(Section):
     model: str
     hardware: str
     precision: str = "fp8"
-    tp: Positive = 1
-    count: Positive = 1
-    first_gpu: NotNegative = 0
+    tp: Count = 1
+    count: Count = 1
+    first_gpu: CountOrZero = 0
     role: Literal["both", "prefill", "decode"] = "both"
-    max_batch: Positive = 256
-    chunk_tokens: Positive = 2048
-    kv_tokens: NotNegative = 0
+    max_batch: Count = 256
+    chunk_tokens: Tokens = 2048
+    kv_tokens: TokensOrZero = 0
     time_scale: PositiveFloat = 1.0
     adapters: tuple[str, ...] = ()
 
@@ -203,7 +213,7 @@ class AgentSection(Section):
     node: str = ""
     zone: str = ""
     fabrics: tuple[str, ...] = ("TCP",)
-    max_running: Positive = 4096
+    max_running: Count = 4096
     engines: tuple[EngineSection, ...] = ()
 
 

@@ -56,7 +56,16 @@ def add_nats(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
+    return _at_least(1, text)
+
+
+def not_negative(text: str) -> int:
+    """A whole number of at least 0."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
     return number

@@ -69,6 +69,7 @@ asyncio.run(main())
 END
 
 See it with: {quartet} fleet --admin {admin}
+        and: {quartet} watch --admin {admin}, {quartet} dry-run round-robin --admin {admin}
 Ctrl-C stops all of it.
 """
 

@@ -4,15 +4,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-import grpc.aio
 from google.protobuf.json_format import MessageToJson
 
-from quartet_cli.commands import options
-from quartet_cli.errors import CommandFailed
+from quartet_cli.commands import admin, options
 from quartet_cli.running import until_done
-from quartet_rpc.channel import channel
 from quartet_rpc.v1 import admin_pb2 as pb
-from quartet_rpc.v1.admin_pb2_grpc import AdminStub
 
 if TYPE_CHECKING:
     from quartet_cli.commands import Commands
@@ -29,13 +25,10 @@ def add_to(commands: "Commands") -> None:
 
 async def _watch(arguments: argparse.Namespace) -> int:
     wanted = pb.WatchDecisionsRequest(model=arguments.model, tenant=arguments.tenant)
-    async with channel(arguments.admin) as link:
-        try:
-            async for decision in AdminStub(link).WatchDecisions(wanted):
-                sys.stdout.write(f"{MessageToJson(decision, indent=None) if arguments.json else _line(decision)}\n")
-                sys.stdout.flush()
-        except grpc.aio.AioRpcError as error:
-            raise CommandFailed(error.details() or error.code().name) from None
+    async with admin.door(arguments.admin) as stub:
+        async for decision in stub.WatchDecisions(wanted):
+            sys.stdout.write(f"{MessageToJson(decision, indent=None) if arguments.json else _line(decision)}\n")
+            sys.stdout.flush()
     return 0
 
 

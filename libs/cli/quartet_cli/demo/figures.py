@@ -90,13 +90,15 @@ class KvFigures(Struct, frozen=True):
 
 
 class PassFigures(Struct, frozen=True):
-    """All figures of one pass. ``seconds`` is how long requests came, ``took_s`` until the last one ended.
+    """All figures of one pass. ``seconds`` is how long requests came, ``took_s`` until the last one ended, and
+    ``grace_s`` after the last arrival whatever went on was given up.
 
     ``faults`` are the first few things that went wrong, ``lag_p99_ms`` how late our own client sent.
     """
 
     policy: str
     seconds: float
+    grace_s: float
     took_s: float
     sent: int
     right: int
@@ -118,6 +120,7 @@ class PassRecord(Struct):
 
     policy: str
     seconds: float
+    grace_s: float
     took_s: float
     outcomes: list[Outcome]
     ends: list[RequestEvent]
@@ -167,6 +170,7 @@ def figures_of(
     return PassFigures(
         policy=record.policy,
         seconds=record.seconds,
+        grace_s=record.grace_s,
         took_s=record.took_s,
         sent=len(record.outcomes),
         right=len(right),

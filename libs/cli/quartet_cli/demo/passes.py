@@ -80,6 +80,7 @@ async def _replay(replay: Replay, witness: Witness, fleet: Fleet, plan: PassPlan
     return PassRecord(
         policy=plan.policy,
         seconds=plan.seconds,
+        grace_s=plan.grace_s,
         took_s=took_s,
         outcomes=replay.outcomes,
         ends=witness.ends,

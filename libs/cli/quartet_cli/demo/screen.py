@@ -18,6 +18,7 @@ def show(console: Console, ours: PassFigures, other: PassFigures) -> None:
     console.print()
     for made in (_requests(ours, other), _latencies(ours, other), _pools(ours, other)):
         console.print(made)
+    console.print(_cut_off(ours, other), soft_wrap=True)
 
 
 def _requests(ours: PassFigures, other: PassFigures) -> Table:
@@ -49,6 +50,12 @@ def _requests(ours: PassFigures, other: PassFigures) -> Table:
     for name, figure in rows:
         made.add_row(name, figure(ours), figure(other))
     return made
+
+
+def _cut_off(ours: PassFigures, other: PassFigures) -> str:
+    """What the two passes do not have in common, without which the columns would be read as if they had."""
+    ends = " and ".join(f"{f.grace_s:g} s ({f.policy})" for f in (ours, other))
+    return f"A pass ends at most {ends} after its last arrival; what is not finished then counts as missed."
 
 
 def _latencies(ours: PassFigures, other: PassFigures) -> Table:
