@@ -22,7 +22,9 @@ def table(package: Path) -> str:
             continue
         said = ast.get_docstring(ast.parse(module.read_text())) or ""
         shown = name.removesuffix("__init__.py")
-        rows.append(f"| [`{shown}`](../{module.relative_to(ROOT).as_posix()}) | {said.splitlines()[0] if said else ''} |")
+        rows.append(
+            f"| [`{shown}`](../{module.relative_to(ROOT).as_posix()}) | {said.splitlines()[0] if said else ''} |"
+        )
     return "\n".join(rows)
 
 

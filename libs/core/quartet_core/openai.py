@@ -212,7 +212,9 @@ def _why(body: bytes, error: Exception) -> str:
     "truncated", and half a pair is what a client sends that cuts a text between two UTF-16 units."""
     for found in _LONE_SURROGATE.finditer(body):
         if found["lone"]:
-            return f"`{found['lone'].decode()}` at byte {found.start()} is half of a surrogate pair, which is no character"
+            return (
+                f"`{found['lone'].decode()}` at byte {found.start()} is half of a surrogate pair, which is no character"
+            )
     return str(error)
 
 
