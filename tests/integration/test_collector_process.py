@@ -177,7 +177,7 @@ async def test_a_node_that_falls_silent_is_told_dead_and_snapshots_say_so(scene)
 async def test_a_stopped_collector_exits_cleanly_and_leaves_no_ring(scene):
     process = await scene.start("it-one")
     await scene.ready("it-one")
-    assert scene.ring_is_there()
+    await scene.until(scene.ring_is_there)
     process.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(process.wait(), GENEROUS_S) == 0
     assert not scene.ring_is_there()
@@ -187,6 +187,7 @@ async def test_a_killed_collectors_ring_is_taken_over_and_its_readers_go_on(scen
     first = await scene.start("it-one")
     await scene.ready("it-one")
     reader = RingReader(scene.ring)
+    await scene.until(scene.ring_is_there)
     first.kill()
     await first.wait()
     assert scene.ring_is_there()
