@@ -39,16 +39,18 @@ class Filters:
         if not alive:
             return Reason.NO_WORKER
         prompt_tokens = ask.prompt_tokens
+        whole_tokens = prompt_tokens + ask.max_tokens
+        needed_tokens = prompt_tokens + (ask.most_tokens or ask.output_tokens)
         free_levels = fleet.planes.levels(FREE_KV.name)
         # A worker with nothing to do is not full, whatever its last step said: only work makes it say anything new.
         idle = fleet.planes.levels(QUEUE.name)[0] & fleet.planes.levels(BATCH.name)[0]
         fits = roomy = long_context = 0
         for kind in fleet.kinds_of[ask.model]:
             plane = kind.plane & alive
-            if not plane or prompt_tokens >= kind.max_context or prompt_tokens >= kind.kv_tokens:
+            if not plane or whole_tokens > kind.max_context or whole_tokens > kind.kv_tokens:
                 continue
             fits |= plane
-            roomy_level = free_kv_level_for(min((prompt_tokens + ask.output_tokens) / kind.kv_tokens, 1.0))
+            roomy_level = free_kv_level_for(min(needed_tokens / kind.kv_tokens, 1.0))
             short = 0  # workers below the level that surely has room
             for there in free_levels[:roomy_level]:
                 short |= there

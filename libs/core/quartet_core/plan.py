@@ -26,6 +26,10 @@ class Ask(Struct):
     excluded: int = 0
     plans_split: bool = True
     plans_fetch: bool = False
+    max_tokens: int = 1
+    """What the client allows the answer at most, and so what must fit a context; 1 when it sets no limit."""
+    most_tokens: float = 0.0
+    """What nine of ten answers do not exceed, for which free memory is looked for; 0 takes ``output_tokens``."""
     at_ms: float = 0.0
     """When it is decided, on the router's clock."""
 

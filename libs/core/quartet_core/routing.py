@@ -127,7 +127,7 @@ class Routing:
         if not due or ask.prompt_tokens > TRIAL_TOKENS:
             return None
         slot = (due & -due).bit_length() - 1
-        if ask.prompt_tokens + ask.output_tokens > min(fleet.at(slot).kind.max_context, fleet.at(slot).kind.kv_tokens):
+        if ask.prompt_tokens + ask.max_tokens > min(fleet.at(slot).kind.max_context, fleet.at(slot).kind.kv_tokens):
             return None
         self.breakers.tried(slot, ask.at_ms)
         plan = self.policy.whole_plan(ask, slot, 0, 0.0)

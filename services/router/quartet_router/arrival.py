@@ -16,6 +16,9 @@ from quartet_router.flight import Flight
 
 _DEFAULTS = ModelSection(spec="")
 
+_MOST = 0.9
+"""Memory is looked for as if the answer were as long as so many answers are at most."""
+
 
 class Arrivals:
     """Reads requests. ``lengths`` says how long answers get."""
@@ -52,6 +55,8 @@ class Arrivals:
                 model=model,
                 prompt_tokens=max(1, prompt_tokens),
                 output_tokens=self._lengths.expect(tenant, model, inference.max_tokens),
+                max_tokens=inference.max_tokens or 1,
+                most_tokens=self._lengths.quantile(tenant, model, _MOST, inference.max_tokens),
                 ttft_ms=headers.ttft_ms or section.ttft_ms,
                 tpot_ms=headers.tpot_ms or section.tpot_ms,
                 sketch=sketch,

@@ -167,7 +167,10 @@ class Desk:
             return
         model = flight.model
         if decision.reason is Reason.TOO_LONG:
-            self.fail(flight, openai.too_long(flight.ask.prompt_tokens, self._routing.longest_context(model)))
+            self.fail(
+                flight,
+                openai.too_long(flight.ask.prompt_tokens + flight.ask.max_tokens, self._routing.longest_context(model)),
+            )
         elif decision.reason is Reason.ALL_BUSY:
             self.fail(flight, openai.all_busy(model, _RETRY_AFTER_S))
         elif decision.reason is Reason.UNKNOWN_MODEL and model not in self._config.models:

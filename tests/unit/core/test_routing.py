@@ -75,6 +75,36 @@ def test_a_prompt_longer_than_every_context_is_too_long():
     assert routing.longest_context(fleets.MODEL) == 131_072
 
 
+def test_prompt_and_allowed_answer_must_fit_the_worker_together():
+    routing = fleets.routing(
+        [fleets.facts("w0", "H100_SXM5", kv_tokens=20_000), fleets.facts("w1", "L40S_PCIE", kv_tokens=40_000)]
+    )
+    assert chosen(routing, fleets.ask(prompt(15_000), max_tokens=1_000)).prefill == 0
+    assert chosen(routing, fleets.ask(prompt(15_000), max_tokens=8_000)).prefill == 1
+    assert routing.decide(fleets.ask(prompt(15_000), max_tokens=30_000)).reason is Reason.TOO_LONG
+
+
+def test_memory_is_looked_for_as_long_answers_need_it():
+    routing = fleet("H100_SXM5", "H100_SXM5")
+    hear(routing, 0, word(free=0.05, batch=1))
+    hear(routing, 1, word(free=0.9, batch=20))
+    assert chosen(routing, fleets.ask(prompt(2_000))).prefill == 0
+    assert chosen(routing, fleets.ask(prompt(2_000), most_tokens=40_000.0)).prefill == 1
+
+
+def test_weights_of_another_precision_are_never_paired():
+    workers = [seventy("w0", "H100_SXM5"), seventy("w1", "L40S_PCIE")]
+    workers[1].precision = "bf16"
+    links = linked()
+    routing = fleets.routing([], links=links)
+    known = fleets.catalogue.builtin()
+    routing.fleet._profile_of = lambda f: known.profile(f.hardware, f.model, "fp8", f.tp)
+    for number, each in enumerate(workers):
+        routing.learn(f"n{number}", [each], 0.0, {"RDMA_ROCE": 46.6})
+    hear(routing, 0, word(batch=150))
+    assert not chosen(routing, fleets.ask(prompt(2_000), model="llama-3.1-70b", plans_split=True)).split
+
+
 def test_a_worker_without_a_beat_is_usable_at_once():
     assert chosen(fleet("H100_SXM5"), fleets.ask(prompt(100))).prefill == 0
 
