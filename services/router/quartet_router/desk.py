@@ -58,7 +58,7 @@ class Desk:
         self.dry_run = DryRun(routing)
         self._voice = Voice(service, routing.fleet)
         self._transfers = 0
-        self._told_ms = -1000.0
+        self._logged_ms = -1000.0
         self._life = f"{service.instance}-{service.random.getrandbits(48):012x}"
         """Names this router's transfers: a restarted one under the same name must not use a former life's again."""
         self._review_due = False
@@ -84,13 +84,7 @@ class Desk:
             if isinstance(action, steps.Cancel):
                 self._cancel(flight, action)
             elif isinstance(action, steps.Fail):
-                self._service.log.info(
-                    "request failed",
-                    request=flight.id,
-                    status=action.error.status,
-                    error=action.error.body.message,
-                    tried=flight.dispatch.tried,
-                )
+                self._tell_failure(flight, action.error)
                 self._voice.error(flight, action.error, self.now_ms())
             elif isinstance(action, steps.Send):
                 self._figures.retried()
@@ -102,11 +96,23 @@ class Desk:
                 self._flights.remove(flight)
 
     def _tell_retry(self, flight: Flight, action: steps.Send) -> None:
-        """Log a retry, at most one a second: in an outage there are thousands, and one tells what is the matter."""
-        now_ms = self.now_ms()
-        if now_ms - self._told_ms >= 1000.0:
-            self._told_ms = now_ms
+        if self._may_log():
             self._service.log.warning("trying elsewhere", request=flight.id, why=action.why, tried=action.excluded)
+
+    def _tell_failure(self, flight: Flight, error: Refused) -> None:
+        if error.status >= 500 and flight.dispatch.try_ and self._may_log():
+            self._service.log.warning(
+                "request failed", request=flight.id, status=error.status, why=error.body.message,
+                tried=flight.dispatch.tried,
+            )  # fmt: skip
+
+    def _may_log(self) -> bool:
+        """Once a second: in an outage thousands of requests fail alike, and one line tells what is the matter."""
+        now_ms = self.now_ms()
+        if now_ms - self._logged_ms < 1000.0:
+            return False
+        self._logged_ms = now_ms
+        return True
 
     def fail(self, flight: Flight, error: Refused) -> None:
         """Refuse a flight for a reason of the router's own."""
