@@ -14,14 +14,13 @@ import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import shake_128
-from itertools import pairwise
 from typing import Any
 
 import fleets
 from affinity_index import ExactIndex, RoundedIndex, WatchedTable, Workload
 from affinity_replay import Outcome, RivalOf, replay
 
-from quartet_core.ladder import BLOCK_TOKENS, MAX_BLOCKS, RUNGS, rungs_within, sketch_tokens
+from quartet_core.ladder import BLOCK_TOKENS, MAX_BLOCKS, rungs_within, sketch_tokens
 from quartet_sim.prompts import prompt_ids
 from quartet_sim.sessions import SESSION_BLOCK_TOKENS, agentic_sessions, overlay
 from quartet_sim.traces import MOONCAKE_BLOCK_TOKENS, azure_conversation, mooncake_conversation, sped_up
@@ -116,29 +115,25 @@ def _rounded(depths: list[int]) -> RivalOf:
     return lambda _table, index: RoundedIndex(index, depths)
 
 
-def capped(step_tokens: int) -> RivalOf:
-    """A ladder like ours, but with no step longer than ``step_tokens``."""
-    depths = [BLOCK_TOKENS * blocks for blocks in RUNGS]
-    last = next(low for low, high in pairwise(depths) if high - low > step_tokens)
-    return _rounded([depth for depth in depths if depth <= last] + [*range(last + step_tokens, 1 << 20, step_tokens)])
-
-
-def octaves(rungs: int) -> RivalOf:
-    """A ladder like ours with ``rungs`` rungs to the octave; with ours, an exact index that is only rounded."""
+def octaves(rungs: int, step_tokens: int = MAX_BLOCKS * BLOCK_TOKENS) -> RivalOf:
+    """The exact index, rounded to a ladder of ``rungs`` rungs to the octave and no step above ``step_tokens``."""
     blocks = [1]
     while blocks[-1] < MAX_BLOCKS:
-        blocks.append(max(blocks[-1] + 1, int(blocks[-1] * 2 ** (1 / rungs))))
+        last = blocks[-1]
+        blocks.append(min(max(last + 1, int(last * 2 ** (1 / rungs))), last + step_tokens // BLOCK_TOKENS))
     return _rounded([BLOCK_TOKENS * each for each in blocks])
 
 
 RIVALS: dict[str, RivalOf] = {
-    "table": _as_routed, "every probe": _every_probe, "steps of 2,048": capped(2_048),
+    "table": _as_routed, "every probe": _every_probe, "steps uncapped": octaves(8),
 }  # fmt: skip
 
 
 LADDERS: dict[str, RivalOf] = {
-    "table": _as_routed, "8 to the octave, exactly": octaves(8), "16 to the octave": octaves(16),
-    "32 to the octave": octaves(32), "steps of 4,096": capped(4_096), "steps of 2,048": capped(2_048),
+    "table": _as_routed, "8 to the octave, uncapped": octaves(8), "16 to the octave, uncapped": octaves(16),
+    "32 to the octave, uncapped": octaves(32), "steps of at most 8,192": octaves(8, 8_192),
+    "steps of at most 4,096": octaves(8, 4_096), "steps of at most 2,048": octaves(8, 2_048),
+    "steps of at most 1,024": octaves(8, 1_024),
 }  # fmt: skip
 
 
@@ -250,7 +245,7 @@ def _print(line: dict[str, Any]) -> None:
             f"{line['table_decided_elsewhere_pct']:.2f}",
             *(
                 f"{line[key + '_decided_hit_pct']:+.2f} / {line[key + '_decided_ttft_pct']:+.2f}"
-                for key in ("table", "every_probe", "steps_of_2048")
+                for key in ("table", "every_probe", "steps_uncapped")
             ),
             f"{line['false_holders_per_lookup']:.5f}",
             f"{line['table_mb']:.1f} / {line['index_mb']:.1f} / {line['index_of_engine_blocks_mb']:.0f}",

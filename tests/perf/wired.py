@@ -139,16 +139,16 @@ def chat(number: int, prompt_tokens: int) -> bytes:
 
 
 @asynccontextmanager
-async def router(server: NatsServer, bus: NatsBus) -> AsyncIterator[Process]:
+async def router(server: NatsServer, bus: NatsBus, instance: str = INSTANCE) -> AsyncIterator[Process]:
     """A router process that listens."""
     environment = os.environ | {
         "QUARTET_NATS__URL": server.url,
-        "QUARTET_SERVICE__INSTANCE": INSTANCE,
+        "QUARTET_SERVICE__INSTANCE": instance,
         "QUARTET_SERVICE__LOG_LEVEL": "error",
         "QUARTET_FLEET__RING_PATH": "",
     }
     async with _process("-m", "quartet_router", env=environment) as process:
-        await status(bus)
+        await status(bus, instance)
         yield process
 
 
@@ -162,9 +162,9 @@ async def peer(role: str, server: NatsServer) -> AsyncIterator[Process]:
         yield process
 
 
-async def status(bus: NatsBus) -> dict[str, Any]:
-    """What the router says of itself; waits until it says anything."""
-    topic = subjects.control("router", INSTANCE, "status")
+async def status(bus: NatsBus, instance: str = INSTANCE) -> dict[str, Any]:
+    """What a router says of itself; waits until it says anything."""
+    topic = subjects.control("router", instance, "status")
     for _ in range(200):
         try:
             answer = await bus.request(topic.subject, b"\x80", timeout_s=1.0)
