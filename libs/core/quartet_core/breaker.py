@@ -1,9 +1,9 @@
 """Breakers: workers that fail rest for a while, and come back by way of one request, not all at once.
 
 What counts as a failure is the worker's own: a missed ack, a connection reset, a 5xx answer. A 4xx is the request's
-fault and a 429 or 503 says "later"; neither counts, or a wave of bad requests would darken the fleet. A frozen worker
-(beats arrive, its engine does not step) rests in the same way: it may wait for nothing but its next request, so
-avoiding it for ever would keep it frozen for ever.
+fault, a 429 or 503 says "later", a 504 is the request's deadline; none counts, or a wave of bad requests would darken
+the fleet. A frozen worker (beats arrive, its engine does not step) rests in the same way: it may wait for nothing but
+its next request, so avoiding it for ever would keep it frozen for ever.
 """
 
 from msgspec import Struct
@@ -15,8 +15,9 @@ FROZEN_PAUSE_MS = 1_000.0
 
 
 def counts(code: int) -> bool:
-    """Whether an answer with HTTP status ``code`` is held against the worker that gave it."""
-    return code >= 500 and code != 503
+    """Whether an answer with HTTP status ``code`` is held against the worker that gave it. 503 says "later", 504 that
+    the request's own deadline passed, and how short that is, is the client's choice."""
+    return code >= 500 and code not in (503, 504)
 
 
 class _Record(Struct):

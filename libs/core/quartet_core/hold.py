@@ -85,9 +85,9 @@ class HoldQueue:
         """The up to ``most`` holds of a model that come first."""
         return self._by_model.get(model, [])[:most]
 
-    def models(self) -> Iterator[str]:
-        """Models of which requests are held."""
-        yield from list(self._by_model)
+    def __iter__(self) -> Iterator[tuple[str, str, int]]:
+        """The keys of all held requests."""
+        return iter(list(self._by_key))
 
     def due(self, now_ms: float) -> list[Held]:
         """Holds whose time is over, which the caller now ends."""

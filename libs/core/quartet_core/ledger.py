@@ -97,6 +97,10 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def get(self, key: Key) -> Entry | None:
+        """The entry with ``key``."""
+        return self._entries.get(key)
+
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
 

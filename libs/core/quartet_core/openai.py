@@ -11,6 +11,10 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 
+ROUTER_STOPPING = "router_stopping"
+"""The code of ``stopping``, at which clients of the bus send the request again."""
+
+
 class Endpoint(StrEnum):
     """Which API a body is for, as told by its fields."""
 
@@ -97,14 +101,20 @@ def upstream(message: str, code: str) -> Refused:
     return Refused(502, message, kind="server_error", code=code)
 
 
-def too_large(size_bytes: int, limit_bytes: int) -> Refused:
-    """413: the body is larger than a message may be."""
+def too_large(size_bytes: int | None, limit_bytes: int) -> Refused:
+    """413: the body is larger than is taken; ``size_bytes`` is None where it was not read to its end."""
+    size = f"more than {limit_bytes}" if size_bytes is None else str(size_bytes)
     return Refused(
         413,
-        f"The request has {size_bytes} bytes; at most {limit_bytes} are taken.",
+        f"The request has {size} bytes; at most {limit_bytes} are taken.",
         kind="invalid_request_error",
         code="request_too_large",
     )
+
+
+def broken(message: str, code: str) -> Refused:
+    """500: a fault of ours."""
+    return Refused(500, message, kind="server_error", code=code)
 
 
 def duplicate(request_id: str) -> Refused:
@@ -122,7 +132,7 @@ def late() -> Refused:
 def stopping() -> Refused:
     """503: this replica stops; another one may take the request."""
     return Refused(
-        503, "The router is stopping.", kind="service_unavailable", code="router_stopping", retry_after_s=1.0
+        503, "The router is stopping.", kind="service_unavailable", code=ROUTER_STOPPING, retry_after_s=1.0
     )
 
 

@@ -49,6 +49,7 @@ class Reason(StrEnum):
     ALL_BUSY = "all_busy"
     TOO_LONG = "too_long"
     NO_PREFILL_WORKER = "no_prefill_worker"
+    POLICY_FAILED = "policy_failed"
 
 
 class Plan(Struct):

@@ -15,7 +15,7 @@ from quartet_core.fleet import Fleet, ProfileOf, WorkerFacts
 from quartet_core.ledger import Key, Ledger
 from quartet_core.linkbook import LinkBook
 from quartet_core.load import LoadBoard
-from quartet_core.plan import Ask, Decision, Plan, Reason
+from quartet_core.plan import Ask, Candidates, Decision, Plan, Reason
 from quartet_core.policy.base import Policy, View
 from quartet_core.verdict import Verdict
 from quartet_core.word import ACCEPTING, FAULT, drift_ratio
@@ -101,23 +101,34 @@ class Routing:
             trial = self._trial(ask)
             if trial is not None:
                 return trial
+            # A worker of one role is tried by letting it back into the choice: a trial of its own needs a whole one.
+            resting &= ~(self.breakers.due(ask.at_ms) & (self.fleet.prefills ^ self.fleet.decodes))
             excluded, ask.excluded = ask.excluded, ask.excluded | resting
             candidates = self._filters.candidates(ask)
             ask.excluded = excluded
-            if isinstance(candidates, Reason):
+            if candidates is Reason.NO_WORKER:
                 candidates = self._filters.candidates(ask)  # rather a resting worker than none
         else:
             candidates = self._filters.candidates(ask)
         if isinstance(candidates, Reason):
             return Decision(reason=candidates)
-        if not candidates.whole and not (candidates.prefill and ask.plans_split):
-            # Halves only, and no pair of them: one half does all, if the configuration says so, and is counted.
-            half = candidates.prefill or candidates.decode
-            if not half or not self._whole_without_pair:
-                return Decision(reason=Reason.NO_PREFILL_WORKER, left=candidates.left)
-            candidates.whole = half
-            self.fallbacks += 1
-        return self.policy.choose(ask, candidates)
+        return self._choose(self.policy, ask, candidates)
+
+    def _choose(self, policy: Policy, ask: Ask, candidates: Candidates) -> Decision:
+        """Have ``policy`` choose. Of a fleet of halves it gets pairs if it can plan them; without any pair that will
+        do, one half does all, if the configuration says so, and is counted."""
+        if candidates.whole:
+            return policy.choose(ask, candidates)
+        if policy.splits and ask.plans_split and candidates.prefill and candidates.decode:
+            decision = policy.choose(ask, candidates)
+            if decision.plan is not None:
+                return decision
+        half = candidates.prefill or candidates.decode
+        if not half or not self._whole_without_pair:
+            return Decision(reason=Reason.NO_PREFILL_WORKER, left=candidates.left)
+        candidates.whole = half
+        self.fallbacks += 1
+        return policy.choose(ask, candidates)
 
     def _trial(self, ask: Ask) -> Decision | None:
         """Send this request to a resting worker whose trial is due, if it is a small one that the worker could take."""
@@ -129,7 +140,6 @@ class Routing:
         slot = (due & -due).bit_length() - 1
         if ask.prompt_tokens + ask.max_tokens > min(fleet.at(slot).kind.max_context, fleet.at(slot).kind.kv_tokens):
             return None
-        self.breakers.tried(slot, ask.at_ms)
         plan = self.policy.whole_plan(ask, slot, 0, 0.0)
         return Decision(reason=Reason.TRIAL, plan=plan, considered=(plan,))
 
@@ -138,9 +148,7 @@ class Routing:
         candidates = self._filters.candidates(ask)
         if isinstance(candidates, Reason):
             return Decision(reason=candidates)
-        if not candidates.whole:
-            return Decision(reason=Reason.NO_PREFILL_WORKER, left=candidates.left)
-        return self.known(name).choose(ask, candidates)
+        return self._choose(self.known(name), ask, candidates)
 
     def choose_policy(self, name: str) -> None:
         """Decide by another policy from now on. Raises ``UnknownPolicy``; then the old one stays."""
@@ -234,6 +242,7 @@ class Routing:
         if before != Verdict.DEAD and self.fleet.verdict(slot) == Verdict.DEAD:
             self.ledger.fence(slot)
             self.affinity.forget(slot)
+            self.breakers.drop(slot)
             self.refresh(slot, now_ms)
             return slot
         told = self.fleet.verdict(slot)

@@ -149,11 +149,19 @@ class Desk:
             if slot is not None:
                 ask.excluded |= 1 << slot
         started_ns = time.perf_counter_ns()
-        decision = self._routing.decide(ask)
-        self._figures.decided(started_ns)
-        if decision.plan is None and flight.dispatch.try_ and self._router.split:
-            ask.plans_split = self._routing.links.live(now_ms)
+        try:
             decision = self._routing.decide(ask)
+            if decision.plan is None and flight.dispatch.try_ and self._router.split:
+                ask.plans_split = self._routing.links.live(now_ms)
+                decision = self._routing.decide(ask)
+        except (
+            Exception
+        ) as error:  # a policy may be anybody's code: its fault must not leave a request without an answer
+            self._figures.policy_failures.inc()
+            if self._may_log():
+                self._service.log.exception("policy failed", policy=self._routing.policy.name, exc_info=error)
+            decision = Decision(reason=Reason.POLICY_FAILED)
+        self._figures.decided(started_ns)
         if self.dry_run.policy and flight.decision is None:
             self.dry_run.note(ask, decision)
         flight.decision = decision
@@ -179,6 +187,8 @@ class Desk:
             )
         elif decision.reason is Reason.ALL_BUSY:
             self.fail(flight, openai.all_busy(model, _RETRY_AFTER_S))
+        elif decision.reason is Reason.POLICY_FAILED:
+            self.fail(flight, openai.broken("The routing policy failed.", "policy_failed"))
         elif decision.reason is Reason.UNKNOWN_MODEL and model not in self._config.models:
             self.fail(flight, openai.unknown_model(model))
         else:
@@ -200,17 +210,27 @@ class Desk:
         for held in self.holds.due(now_ms):
             flight = self._flights.get(held.key)
             self._unhold(held.key)
-            if flight is not None:
-                self._figures.holds_expired.inc()
+            if flight is None:
+                continue
+            self._figures.holds_expired.inc()
+            if flight.deadline_at_ms and now_ms >= flight.deadline_at_ms:
+                self.fail(flight, openai.late())
+            else:
                 self._follow(flight, self._decision(flight, now_ms))
 
+    def say_alive(self) -> None:
+        """Four times a second: tell clients whose requests wait that they do, if they were not told for a while."""
+        now_ms = self.now_ms()
+        for key in self.holds:
+            flight = self._flights.get(key)
+            if flight is not None:
+                self._voice.alive(flight, now_ms)
+
     def tend(self) -> None:
-        """Once a second: tell clients whose requests wait that they do, and give up what no event ever ended."""
+        """Once a second: give up what no event ever ended."""
         now_ms = self.now_ms()
         for flight in self._flights:
-            if flight.dispatch.stage is Stage.HELD:
-                self._voice.alive(flight, now_ms)
-            elif 0.0 < flight.expires_ms < now_ms:
+            if flight.dispatch.stage is not Stage.HELD and 0.0 < flight.expires_ms < now_ms:
                 self.fail(flight, openai.upstream("The end of the answer was never heard.", "stream_lost"))
 
     def _claimed(self, slot: int) -> bool:
@@ -253,7 +273,7 @@ class Desk:
         key = flight.ledger_key(worker.id, worker.incarnation)
         flight.ledger_keys = {plan.prefill: key}
         self._routing.sent(flight.ledger_keys, plan, flight.ask, self.now_ms(), reserved_for_ms=remaining_ms)
-        self._voice.note(flight, LedgerAction.RESERVED, plan, remaining_ms)
+        self._voice.note(flight, LedgerAction.RESERVED, plan, self._routing.ledger, remaining_ms)
 
     def _unhold(self, key: tuple[str, str, int]) -> None:
         """End a hold and its reservation."""
@@ -329,8 +349,11 @@ class Desk:
             half.slot: flight.ledger_key(half.worker, half.incarnation) for half in flight.dispatch.involved
         }
         self._routing.sent(flight.ledger_keys, plan, flight.ask, now_ms)
+        for half in flight.dispatch.involved:
+            if self._routing.breakers.open >> half.slot & 1:
+                self._routing.breakers.tried(half.slot, now_ms)
         self._flights.placed(flight)
-        self._voice.note(flight, LedgerAction.DISPATCHED, plan)
+        self._voice.note(flight, LedgerAction.DISPATCHED, plan, self._routing.ledger)
         self._figures.sent(plan, self._routing.fleet)
         self._voice.event(flight, Phase.DISPATCHED, now_ms, worker=target.worker)
         flight.expires_ms = now_ms + _EXPIRY_FACTOR * plan.total_ms + _EXPIRY_MS

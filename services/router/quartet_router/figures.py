@@ -24,6 +24,7 @@ class Figures:
         self.hits = metrics.counter("affinity_hits", "Dispatches to a worker believed to hold part of the prompt.")
         self._retries = metrics.counter("retries", "Further tries of a request.")
         self._holds = metrics.counter("holds", "Requests held.")
+        self.policy_failures = metrics.counter("policy_failures", "Decisions in which the policy raised.")
         self.holds_expired = metrics.counter("holds_expired", "Holds that ended at hold_max_ms.")
         self.held_ms = metrics.histogram(
             "held_ms", "How long requests were held.", buckets=(1, 5, 20, 50, 100, 200, 500, 1000, 2000, 5000)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from quartet_bus import catalogue, frames, subjects
-from quartet_bus.bus import Bus, Message
+from quartet_bus.bus import Bus, Message, Subscription
 from quartet_bus.config.load import ConfigError
 from quartet_bus.config.schema import Config
 from quartet_bus.messages import (
@@ -95,6 +95,7 @@ class RouterService(Service):
             without_prefill_worker=router.split_without_prefill_worker,
             begin=random.getrandbits(16),
         )
+        self._front: list[Subscription] = []
         self.ring_prefix = b""
         """How the deltas begin that come from a ring, set by the edge that reads it: the bus's copies are skipped."""
         self._figures = Figures(self.metrics)
@@ -144,11 +145,15 @@ class RouterService(Service):
         self.every(_HOLD_TICK_S, self._desk.end_due_holds)
         self.every(_SWEEP_TICK_S, self._sweep)
         self.every(1.0, self._tend)
+        self.every(0.25, self._desk.say_alive)
         await self.hear_raw(subjects.infer_all(), self._on_infer, queue="router")
         await self.hear_raw(subjects.gateway_all(), self._on_gateway, queue="router")
+        self._front = self._subscriptions[-2:]
 
     async def stop(self) -> None:
         """Refuse what is held: the client library sends it to another replica."""
+        for subscription in self._front:
+            await subscription.stop()  # first, or what we refuse would be sent to us again
         if self._loop is not None:
             for flight in self._flights:
                 if flight.key in self._desk.holds:
@@ -185,6 +190,9 @@ class RouterService(Service):
             flight = self._arrivals.flight(message, headers, tenant, model, self._desk.now_ms(), self._fresh_id)
         except Refused as error:
             self._refuse(message.reply, request_id, attempt, error)
+            return
+        if self._flights.body_bytes + len(message.data) > self.config.router.body_max_bytes:
+            self._refuse(message.reply, flight.id, flight.attempt, openai.all_busy(model, 1.0))
             return
         if not self._flights.add(flight):
             self._figures.dropped.labels("duplicate").inc()
@@ -231,11 +239,10 @@ class RouterService(Service):
                 self._desk.act(flight, flight.dispatch.refused(event.worker, stream.try_, event.reason))
         elif event.phase is Phase.PREFILLED:
             self.routing.prefilled(key, event.beat, now_ms)
+            self._worked(event.worker)
         elif event.phase is Phase.FIRST_TOKEN:
             self.routing.prefilled(key, event.beat, now_ms)
-            slot = self.routing.fleet.slot_of(event.worker)
-            if slot is not None:
-                self.routing.breakers.succeeded(slot)
+            self._worked(event.worker)
             if event.predicted_ttft_ms > 0.0:
                 self._figures.ttft_error.observe((event.waited_ms + event.ttft_ms) / event.predicted_ttft_ms)
             if flight is not None and stream.try_ == flight.dispatch.try_:
@@ -248,11 +255,16 @@ class RouterService(Service):
                 self._lengths.observe(event.tenant, event.model, event.output_tokens)
                 if event.predicted_total_ms > 0.0:
                     self._figures.total_error.observe((event.waited_ms + event.e2e_ms) / event.predicted_total_ms)
-            elif event.status == "error" and counts(event.code):
+            elif event.status == "error" and counts(event.code) and event.reason != "too_large":
                 self._desk.worker_failed(event.worker)
             if flight is not None:
                 self._desk.act(flight, flight.dispatch.ended(event.worker, stream.try_))
         self._desk.review_soon()
+
+    def _worked(self, worker: str) -> None:
+        slot = self.routing.fleet.slot_of(worker)
+        if slot is not None:
+            self.routing.breakers.succeeded(slot)
 
     def _on_routed(self, note: LedgerNote) -> None:
         if note.router == self.instance:

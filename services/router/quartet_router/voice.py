@@ -5,12 +5,13 @@ from quartet_bus.messages import LedgerAction, LedgerNote, Phase, RequestEvent, 
 from quartet_bus.service import Service
 from quartet_core.dispatch import Half
 from quartet_core.fleet import Fleet
+from quartet_core.ledger import Ledger
 from quartet_core.openai import Refused
 from quartet_core.plan import Plan
 from quartet_router.flight import Flight
 
 ALIVE_MS = 900.0
-"""Clients hear something every second; a little less leaves time for the way."""
+"""After how long a silence clients are told that they wait; looked at four times a second, it is never two seconds."""
 
 
 class Voice:
@@ -64,9 +65,13 @@ class Voice:
             ),
         )
 
-    def note(self, flight: Flight, action: LedgerAction, plan: Plan, expires_ms: float = 0.0) -> None:
-        """To the replicas: predicted work was put on the workers of ``plan``, or is reserved there."""
+    def note(self, flight: Flight, action: LedgerAction, plan: Plan, ledger: Ledger, expires_ms: float = 0.0) -> None:
+        """To the replicas: predicted work was put on the workers of ``plan``, or is reserved there, just as it stands
+        in our own ledger."""
         for slot, key in flight.ledger_keys.items():
+            entry = ledger.get(key)
+            if entry is None:
+                continue
             prefills, decodes = slot == plan.prefill, slot == plan.decode
             self._service.say(
                 subjects.routed(),
@@ -78,8 +83,8 @@ class Voice:
                     worker=self._fleet.at(slot).id,
                     incarnation=key[4],
                     role=Role.BOTH if prefills and decodes else Role.DECODE if decodes else Role.PREFILL,
-                    prefill_ms=plan.prefill_ms if prefills else 0.0,
-                    prompt_tokens=plan.fetched_tokens if slot == plan.source else flight.ask.prompt_tokens,
+                    prefill_ms=entry.prefill_ms,
+                    prompt_tokens=entry.tokens,
                     total_ms=plan.total_ms,
                     expires_ms=expires_ms,
                     tpot_ms=flight.ask.tpot_ms,

@@ -380,3 +380,56 @@ def test_prefix_aware_follows_the_cache_until_load_is_uneven():
     assert chosen(routing, fleets.ask(tokens)).prefill == 1
     hear(routing, 1, word(batch=60), beat=2)
     assert chosen(routing, fleets.ask(tokens)).prefill == 0
+
+
+@pytest.mark.parametrize("name", ["round-robin", "least-loaded", "prefix-aware", "block-cost", "decision-matrix"])
+def test_a_policy_that_plans_no_pairs_gives_a_fleet_of_halves_whole_requests_or_none(name):
+    for rule, decided in (("whole", True), ("error", False)):
+        workers = [seventy("w0", "H100_SXM5"), seventy("w1", "L40S_PCIE")]
+        workers[0].role, workers[1].role = "prefill", "decode"
+        routing = apart(workers, links=linked(), without_prefill_worker=rule, policy=name)
+        decision = routing.decide(fleets.ask(prompt(2_000), model="llama-3.1-70b", plans_split=True))
+        assert (decision.plan is not None) is decided
+
+
+def test_halves_that_do_not_pair_fall_back_like_a_missing_half():
+    workers = [seventy("w0", "H100_SXM5"), fleets.facts("w1", "L40S_PCIE", "llama-3.1-70b", tp=4, engine_version="2")]
+    workers[0].role, workers[1].role = "prefill", "decode"
+    routing = apart(workers, links=linked())
+    decision = routing.decide(fleets.ask(prompt(2_000), model="llama-3.1-70b", plans_split=True))
+    assert decision.plan is not None
+    assert not decision.plan.split
+    assert routing.fallbacks == 1
+
+
+def test_a_resting_worker_is_no_way_out_while_healthy_ones_are_only_busy():
+    routing = fleet("H100_SXM5", "H100_SXM5")
+    hear(routing, 0, word(accepting=False))
+    for _ in range(3):
+        routing.breakers.failed(1, 0.0)
+    assert routing.decide(fleets.ask(prompt(500))).reason is Reason.ALL_BUSY
+    hear(routing, 0, word(), Verdict.DEAD, beat=2)
+    assert chosen(routing, fleets.ask(prompt(500))).prefill == 1
+
+
+def test_a_resting_half_comes_back_into_the_choice_when_its_trial_is_due():
+    workers = [seventy("w0", "H100_SXM5"), seventy("w1", "L40S_PCIE")]
+    workers[0].role, workers[1].role = "prefill", "decode"
+    routing = apart([*workers, seventy("w2", "H100_SXM5")], links=linked())
+    routing.fleet.at(2).facts.role = "prefill"
+    routing.fleet.decodes &= ~(1 << 2)
+    for _ in range(3):
+        routing.breakers.failed(0, 0.0)
+    ask = fleets.ask(prompt(2_000), model="llama-3.1-70b", plans_split=True)
+    assert {chosen(routing, ask).prefill for _ in range(4)} == {2}
+    ask.at_ms = 600.0
+    assert 0 in {chosen(routing, ask).prefill for _ in range(4)}
+
+
+def test_death_ends_a_freeze():
+    routing = fleet("H100_SXM5", "H100_SXM5")
+    hear(routing, 0, word(queue=50.0), Verdict.FROZEN)
+    assert routing.breakers.open == 1
+    hear(routing, 0, word(), Verdict.DEAD, beat=2)
+    hear(routing, 0, word(), beat=3)
+    assert routing.breakers.open == 0

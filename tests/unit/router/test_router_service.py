@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -680,5 +681,85 @@ def test_with_a_ring_only_its_own_collectors_deltas_on_the_bus_are_skipped():
         await stage.settle()
         fleet = stage.router.routing.fleet
         assert (fleet.verdict(0), fleet.verdict(1)) == (Verdict.UP, Verdict.DEAD)
+
+    play(script)
+
+
+def test_a_policy_that_raises_leaves_no_request_without_an_answer():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        stage.router.routing.policy.choose = lambda ask, candidates: 1 / 0
+        await stage.ask()
+        assert errors(stage) == [(500, "policy_failed")]
+        assert len(stage.router._flights) == 0
+        assert b"quartet_router_policy_failures_total 1.0" in stage.router.metrics.exposition()
+
+    play(script)
+
+
+def test_a_held_request_is_never_silent_for_long():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        await stage.word("n-0", queue=3_000.0)
+        at_s = []
+        loop = asyncio.get_running_loop()
+        await stage.bus.subscribe("_INBOX.>", lambda _: at_s.append(loop.time()))
+        await stage.ask()
+        await asyncio.sleep(10.0)
+        assert max(later - earlier for earlier, later in pairwise(at_s)) < 1.3
+
+    play(script, hold_max_ms=60_000.0)
+
+
+def test_bodies_of_requests_that_may_be_sent_again_are_bounded():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        for number in range(4):
+            await stage.ask(id=f"q{number}")
+        assert len(stage.of(Run)) == 2
+        assert errors(stage) == [(429, "all_busy")] * 2
+
+    play(script, body_max_bytes=2 * len(BODY))
+
+
+def test_what_replicas_are_told_is_what_stands_in_the_ledger():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        slow = pack(free_kv=15, queue=0, batch=0, drift=5, accepting=True)
+        stage.say(subjects.fleet_delta(), FleetDelta("c", 1, 1, (WorkerState("n-0", 1, slow, 1, 0),)))
+        await stage.settle()
+        await stage.ask()
+        (note,) = stage.of(LedgerNote)
+        (entry,) = stage.router.routing.ledger.entries(0)
+        assert (note.prefill_ms, note.prompt_tokens) == (entry.prefill_ms, entry.tokens)
+        assert note.prefill_ms < stage.of(Run)[0].predicted_prefill_ms
+
+    play(script)
+
+
+def test_a_stopping_router_leaves_the_queue_group_before_it_refuses_what_it_holds():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        await stage.word("n-0", queue=3_000.0)
+        await stage.ask()
+        await stage.router.stop()
+        await stage.settle()
+        assert errors(stage) == [(503, "router_stopping")]
+        await stage.ask(id="late")
+        assert len(errors(stage)) == 1
+
+    play(script, hold_max_ms=60_000.0)
+
+
+def test_a_deadline_of_the_clients_own_never_rests_a_worker():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        for number in range(5):
+            await stage.ask(id=f"q{number}", headers={"Quartet-Deadline-Ms": "1"})
+            run = stage.of(Run)[-1]
+            stage.event(Phase.ACCEPTED, run)
+            stage.event(Phase.END, run, status="error", code=504, reason="deadline")
+            await stage.settle()
+        assert stage.router.routing.breakers.open == 0
 
     play(script)

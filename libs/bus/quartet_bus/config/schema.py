@@ -85,7 +85,6 @@ class ModelSection(Section):
     isolation: bool = False
     max_tokens: Tokens = 1024
     base: str = ""
-    tags: tuple[str, ...] = ()
 
 
 class RouterSection(Section):

@@ -43,6 +43,8 @@ class Policy(ABC):
     name: ClassVar[str]
     holds: ClassVar[bool] = False
     """Whether the router keeps requests back for a busy worker that this policy prefers."""
+    splits: ClassVar[bool] = False
+    """Whether it plans pairs: then ``candidates.whole`` may be empty, else never."""
 
     def __init__(self, view: View) -> None:
         self.view = view

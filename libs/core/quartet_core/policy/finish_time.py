@@ -34,6 +34,7 @@ class FinishTime(Policy):
 
     name: ClassVar[str] = "finish-time"
     holds: ClassVar[bool] = True
+    splits: ClassVar[bool] = True
 
     def choose(self, ask: Ask, candidates: Candidates) -> Decision:
         """The plan of least J; asks to hold when its worker has more than the kind's ``ahead_ms`` before it."""
