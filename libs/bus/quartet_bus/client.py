@@ -23,7 +23,7 @@ from quartet_bus.headers import RequestHeaders
 from quartet_bus.loop import clock_of
 from quartet_bus.messages import Cancel
 from quartet_bus.requests import nobody_listens
-from quartet_core.openai import ErrorBody, late
+from quartet_core.openai import ROUTER_STOPPING, ErrorBody, late, too_large
 from quartet_core.stream import MAX_TRIES, Kind, Step, StreamReceiver
 
 BUFFER_BYTES = 1024 * 1024
@@ -240,7 +240,7 @@ class Answer:
         if isinstance(frame, frames.Accepted) and len(self._workers) < MAX_TRIES:
             self._workers[frame.attempt, frame.try_] = frame.worker
         seq = None if isinstance(frame, frames.Held) else frame.seq
-        kind = _KINDS.get(type(frame), Kind.SIGN)
+        kind = _kind(frame)
         step = receiver.hear(kind, frame.attempt, frame.try_, seq, self._now_ms())
         for attempt, try_ in receiver.take_cancels():
             self._client.cancel(self.id, attempt, try_, "duplicate")
@@ -278,7 +278,8 @@ class Answer:
         try:
             self._client.send(self, attempt, self._subject, self._body, headers)
         except PayloadTooLarge as error:
-            self._fail(_too_large(error), "too large")
+            refused = too_large(error.size_bytes, error.limit_bytes)
+            self._fail(InferError(refused.status, refused.body), "too large")
         except Disconnected as error:
             self._fail(_away(error), "broker away")
         else:
@@ -338,6 +339,13 @@ class Answer:
 _KINDS: dict[type, Kind] = {frames.Chunk: Kind.CHUNK, frames.End: Kind.END, frames.Error: Kind.ERROR}
 
 
+def _kind(frame: frames.AnyFrame) -> Kind:
+    # Only agents number their frames, and what an agent's engine says is no word of a router.
+    if isinstance(frame, frames.Error) and frame.seq is None and frame.error.code == ROUTER_STOPPING:
+        return Kind.STOPPING
+    return _KINDS.get(type(frame), Kind.SIGN)
+
+
 def _lost(message: str, code: str) -> InferError:
     return InferError(502, ErrorBody(message, "server_error", code=code))
 
@@ -345,12 +353,3 @@ def _lost(message: str, code: str) -> InferError:
 def _away(reason: object) -> InferError:
     body = ErrorBody(f"The message broker cannot be reached: {reason}.", "service_unavailable", code="no_broker")
     return InferError(503, body, 1.0)
-
-
-def _too_large(error: PayloadTooLarge) -> InferError:
-    body = ErrorBody(
-        f"The request has {error.size_bytes} bytes; at most {error.limit_bytes} fit.",
-        "invalid_request_error",
-        code="request_too_large",
-    )
-    return InferError(413, body)

@@ -376,6 +376,7 @@ class TransferPlan(Struct):
     predicted_ms: Finite = 0.0
     link: str = ""
     router: str = ""
+    tenant: str = ""
 
 
 class KvVerb(StrEnum):
@@ -430,7 +431,10 @@ class KvLease(Struct):
 
 
 class KvReply(Struct):
-    """An agent's answer to a ``KvCommand``. ``reason`` names why ``ok`` is false, for example fenced or no_space."""
+    """An agent's answer to a ``KvCommand``. ``reason`` names why ``ok`` is false, for example fenced or no_space.
+
+    ``term`` goes with the reason old_term: the highest one this agent obeyed.
+    """
 
     ok: bool
     transfer: str = ""
@@ -439,6 +443,7 @@ class KvReply(Struct):
     address: str = ""
     secret: bytes = b""
     leases: tuple[KvLease, ...] = ()
+    term: Count = 0
 
 
 class TransferReport(Struct):
@@ -477,7 +482,11 @@ class LinkState(Struct, frozen=True, array_like=True):
 
 
 class LinkTable(Struct):
-    """Link state at 10 Hz. The coordinator with the highest (term, id) is the active one."""
+    """Link state at 10 Hz. The coordinator with the highest (term, id) is the active one.
+
+    ``links`` are those that are measured or busy; what any other costs, its class says (`quartet_core.links`). A row
+    with source and target "" replaces the figures of its class.
+    """
 
     term: Count
     coordinator: str

@@ -53,6 +53,8 @@ class NatsCounts(Struct):
     handler_errors: int = 0
     slow_consumer_drops: int = 0
     reconnects: int = 0
+    restore_drops: int = 0
+    """Messages that waited for a connection, and subscriptions, that a new connection did not take."""
 
 
 class _Outgoing(NamedTuple):
@@ -152,6 +154,7 @@ class NatsBus:
         """Hand one message to the connection, or keep it until there is one again."""
         if self._closed:
             raise Disconnected("the bus is closed")
+        nats_link.check_publish(subject, reply, headers)
         check_size(subject, data, headers, self._max_payload_bytes)
         message = _Outgoing(subject, data, headers, reply)
         if self._client is None or not self._client.is_connected or self._waiting:
@@ -170,6 +173,7 @@ class NatsBus:
         """Call ``handler`` with every message on ``subject``, on this connection and all that follow it."""
         if self._closed:
             raise Disconnected("the bus is closed")
+        nats_link.check_subscribe(subject, queue)
         subscription = _Subscription(self, subject, handler, queue)
         self._subscriptions.append(subscription)
         try:
@@ -255,8 +259,12 @@ class NatsBus:
         while True:
             try:
                 client = await nats_link.connect(self._section, self._name, self._inbox, self._on_error)
-                if await self._restore(client):
-                    return
+                try:
+                    if await self._restore(client):
+                        return
+                except BaseException:
+                    await client.close()
+                    raise
             except nats_link.ConnectFailed as error:
                 self._last_error = error
             if loop.time() >= say_so_at:
@@ -265,19 +273,32 @@ class NatsBus:
             await asyncio.sleep(RETRY_S)
 
     async def _restore(self, client: Client) -> bool:
-        """Make ``client`` the present connection; False when it ended before it was."""
+        """Make ``client`` the present connection; False when it ended before it was.
+
+        What it does not take is counted, logged and left out: one bad message must not keep the bus from its broker.
+        """
         while missing := [known for known in self._subscriptions if known.client is not client]:
             for subscription in missing:
-                await self._subscribe_on(client, subscription)
+                try:
+                    await self._subscribe_on(client, subscription)
+                except Exception:  # tried again on the next connection
+                    self.counts.restore_drops += 1
+                    _log.exception("cannot subscribe again", subject=subscription.subject)
         if not client.is_connected:
             return False
         # From here on nothing is awaited, so that no new message overtakes one that waited.
-        self._client = client
         self._max_payload_bytes = client.max_payload
         while self._waiting:
             message = self._waiting.popleft()
             self._waiting_bytes -= len(message.data) + CONTROL_LINE_BYTES
-            nats_link.send(client, *message)
+            try:
+                # The broker may have come back with a lower limit, and ends the connection of who exceeds it.
+                check_size(message.subject, message.data, message.headers, self._max_payload_bytes)
+                nats_link.send(client, *message)
+            except Exception:
+                self.counts.restore_drops += 1
+                _log.exception("dropped a message that waited for the NATS broker", subject=message.subject)
+        self._client = client
         self._online.set()
         return True
 
@@ -286,23 +307,30 @@ class NatsBus:
 
         The state of nats-py's client is looked at, not its callbacks waited for: these are left out when the
         connection breaks with messages still unsent.
+
+        Nothing ends this but ``close``: without it the bus would never be back.
         """
         while True:
             await asyncio.sleep(WATCH_S)
-            client = self._client
-            if client is not None:
-                if client.is_connected:
-                    continue
-                self._client = None
-                self._online.clear()
-                self._end_flushes()
-                _log.warning("lost the NATS broker", url=self._section.url, error=str(client.last_error or ""))
-                await client.close()
             try:
+                client = self._client
+                if client is not None:
+                    if client.is_connected:
+                        continue
+                    self._client = None
+                    self._online.clear()
+                    self._end_flushes()
+                    _log.warning("lost the NATS broker", url=self._section.url, error=str(client.last_error or ""))
+                    await client.close()
                 await self._connect_until_there()
             except nats_link.CredentialsRefused as error:
                 # Credentials that were good before may be good again once the operator is done changing them.
                 _log.error("cannot return to the NATS broker", error=str(error))
+                await asyncio.sleep(SAY_SO_S)
+                continue
+            except Exception as error:
+                self._last_error = error
+                _log.exception("failed to return to the NATS broker; trying again", url=self._section.url)
                 await asyncio.sleep(SAY_SO_S)
                 continue
             self.counts.reconnects += 1

@@ -1,6 +1,7 @@
 """One connection to a NATS broker: nats-py's client, made and used in the only way that keeps our promises."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 
 from quartet_bus.bus import BusError, Headers
@@ -15,6 +16,10 @@ CONNECT_TIMEOUT_S = 2
 PING_INTERVAL_S = 5
 MAX_PINGS = 2
 """A connection that swallows everything is found after three intervals."""
+
+
+_BLANK = re.compile(r"[ \t\r\n]")
+_HEADER_KEY = re.compile(r"[!-9;-~]+")  # printable ASCII but the colon, as RFC 7230 has it nearly
 
 
 class ConnectFailed(BusError):
@@ -64,6 +69,48 @@ async def connect(
         await client.close()
         raise
     return client
+
+
+def check_publish(subject: str, reply: str, headers: Headers | None) -> None:
+    """Raise ``BusError`` for what no connection would send, so that it is refused alike with a broker and without.
+
+    nats-py says so as well, but only once there is a connection, which is too late for a message that waits for one.
+    """
+    if not subject or _BLANK.search(subject) or (reply and _BLANK.search(reply)):
+        raise BusError(f"cannot publish to {subject!r} with reply {reply!r}: no subject is empty or has blanks")
+    if not _is_text(subject + reply):
+        raise BusError(f"cannot publish to {subject!r} with reply {reply!r}: not valid text")
+    for key, value in (headers or {}).items():
+        if not _HEADER_KEY.fullmatch(key) or not _is_text(value):
+            raise BusError(f"cannot publish to {subject!r} with the header {key!r}: {value!r}")
+
+
+def check_subscribe(subject: str, queue: str) -> None:
+    """Raise ``BusError`` for what is no subject (``*`` a whole token, ``>`` the last one) or no queue group."""
+    tokens = subject.split(".")
+    wrong = (
+        _BLANK.search(subject)
+        or not _is_text(subject + queue)
+        or not all(tokens)
+        or any("*" in token and token != "*" for token in tokens)
+        or any(">" in token for token in tokens[:-1])
+        or (">" in tokens[-1] and tokens[-1] != ">")
+    )
+    if wrong:
+        raise BusError(f"{subject!r} is no subject to subscribe to")
+    if _BLANK.search(queue):
+        raise BusError(f"{queue!r} is no queue group")
+
+
+def _is_text(text: str) -> bool:
+    """Whether UTF-8 has it: half a surrogate pair has no bytes."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def send(client: Client, subject: str, data: bytes, headers: Headers | None, reply: str) -> None:

@@ -1,10 +1,11 @@
 """The links between nodes as the active coordinator last told them: what a router prices transfers with."""
 
 import math
+from collections.abc import Mapping
 
 from msgspec import Struct
 
-from quartet_core.links import Place, best_path, ceiling_gb_per_s
+from quartet_core.links import LINK_CLASSES, LinkClass, Place, best_path, ceiling_gb_per_s
 
 
 class PricedLink(Struct):
@@ -19,11 +20,14 @@ class PricedLink(Struct):
 class LinkBook:
     """Link prices by (source node, target node, class), and whether a coordinator is alive to use them.
 
-    ``silence_ms`` is after how long without a table there is no coordinator: no new splits start then.
+    A table names only links that were used; one that is not named costs what its class says: the row ("", "", class)
+    of the table, else ``classes``. ``silence_ms`` is after how long without a table there is no coordinator: no new
+    splits start then.
     """
 
-    def __init__(self, silence_ms: float) -> None:
+    def __init__(self, silence_ms: float, classes: Mapping[str, LinkClass] = LINK_CLASSES) -> None:
         self._silence_ms = silence_ms
+        self._defaults = {name: PricedLink(name, known.gb_per_s, known.setup_ms, 0) for name, known in classes.items()}
         self._links: dict[tuple[str, str, str], PricedLink] = {}
         self._leader: tuple[int, str] = (0, "")
         self._heard_ms = -math.inf
@@ -37,7 +41,7 @@ class LinkBook:
         return True
 
     def put(self, source: str, target: str, link: PricedLink) -> None:
-        """Take the state of one link."""
+        """Take the state of one link, or with source and target "" the figures of a class."""
         self._links[source, target, link.kind] = link
 
     def clear(self) -> None:
@@ -54,13 +58,17 @@ class LinkBook:
         return self._leader[1]
 
     def price_ms(self, source: Place, target: Place, kv_bytes: int) -> tuple[float, str] | None:
-        """(milliseconds, link class) of moving ``kv_bytes`` now over the best path of both ends, or None without one.
+        """(milliseconds, link class) of moving ``kv_bytes`` now over the best path of both ends.
 
-        A link's rate is its own; what the cards at its ends can send and take bounds it here.
+        A link's rate is its own, or its class's until it was used; what the cards and NICs at its ends can send and
+        take bounds it here. None when no coordinator was ever heard, so that nobody would move a thing; whether one is
+        still there is for the caller to ask (`live`).
         """
+        if not self._leader[0]:
+            return None
         path = best_path(source, target)
         link = self._links.get((source.node, target.node, path))
         if link is None:
-            return None
+            link = self._links.get(("", "", path)) or self._defaults[path]
         gb_per_s = min(link.gb_per_s, ceiling_gb_per_s(path, source, target))
         return link.setup_ms + (link.in_flight_bytes + kv_bytes) / (gb_per_s * 1e6), path

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-
 ROUTER_STOPPING = "router_stopping"
 """The code of ``stopping``, at which clients of the bus send the request again."""
 
@@ -131,9 +130,7 @@ def late() -> Refused:
 
 def stopping() -> Refused:
     """503: this replica stops; another one may take the request."""
-    return Refused(
-        503, "The router is stopping.", kind="service_unavailable", code=ROUTER_STOPPING, retry_after_s=1.0
-    )
+    return Refused(503, "The router is stopping.", kind="service_unavailable", code=ROUTER_STOPPING, retry_after_s=1.0)
 
 
 class _Body(Struct):

@@ -26,6 +26,8 @@ class Kind(Enum):
     CHUNK = auto()
     END = auto()
     ERROR = auto()
+    STOPPING = auto()
+    """A router gives the request back because it stops; another router may take it."""
 
 
 class Step(Enum):
@@ -123,6 +125,8 @@ class StreamReceiver:
             return Step.NOTHING
         if kind is Kind.ERROR:
             return self._refused(key)
+        if kind is Kind.STOPPING:
+            return self._given_back(key, now_ms)
         if self.kept is None:
             self._keep(key)
         if kind is Kind.CHUNK:
@@ -157,6 +161,16 @@ class StreamReceiver:
         if self.kept is None and self._superseded(key):
             return Step.NOTHING
         return self._finish(Step.REFUSED)
+
+    def _given_back(self, key: tuple[int, int], now_ms: float) -> Step:
+        """The router stops. Before the first chunk the request is sent again, as after silence but at once."""
+        if self.kept is not None:
+            return self._finish(Step.REFUSED)
+        if self._superseded(key):
+            return Step.NOTHING
+        if self._deadline_ms is not None and now_ms >= self._deadline_ms:
+            return self._finish(Step.EXPIRED)
+        return self._again(now_ms, Step.REFUSED)
 
     def _superseded(self, key: tuple[int, int]) -> bool:
         """Whether something newer is on its way, so that what this try says is not the last word."""

@@ -41,19 +41,30 @@ class AnswerRun(Run):
 
     def kv_ready(self) -> None:
         """The KV it waits for is committed."""
-        if self.state is RunState.READ and self._inference is not None:
-            self._decode(self._inference)
+        self._guarded(self._on_kv)
 
     def kv_lost(self, end: LeaseEnd) -> None:
         """The lease it waits for is gone. Nothing was said to the client yet, so the router may try elsewhere."""
+        self._guarded(self._on_kv_lost, end)
+
+    @property
+    def answering(self) -> bool:
+        """As ``Run.answering``."""
+        return self._outputs > 0
+
+    def _on_kv(self) -> None:
+        if self.state is RunState.READ and self._inference is not None:
+            self._decode(self._inference)
+
+    def _on_kv_lost(self, end: LeaseEnd) -> None:
         if self.state in (RunState.READING, RunState.READ):
             self._turn_back(end.value)
 
     def _on_engine(self, event: EngineEvent) -> None:
         match event:
             case Output(data=data):
-                self._outputs += 1
                 self._author.chunk(data)
+                self._outputs += 1
             case FirstToken(cached_tokens=cached_tokens, queue_ms=queue_ms, transferred_tokens=transferred_tokens):
                 self._ttft_ms = self._since_accepted_ms()
                 self._queue_ms = queue_ms + self._fetch_ms
@@ -105,7 +116,7 @@ class AnswerRun(Run):
             self._decode(inference)
         elif not self._ports.arrivals.holds(self.worker.id, self.transfer):
             # No coordinator has asked for its blocks yet. One that lives does so at once.
-            self._timers.append(self._ports.loop.call_later(self._ports.lease_ms / 1e3, self._no_lease))
+            self._timers.append(self._ports.loop.call_later(self._ports.lease_ms / 1e3, self._guarded, self._no_lease))
 
     def _no_lease(self) -> None:
         if self.state is RunState.READ and not self._ports.arrivals.holds(self.worker.id, self.transfer):

@@ -44,12 +44,10 @@ class FetchingRun(AnswerRun):
         """The transfer that brings the prefix."""
         return self._fetch.transfer
 
-    def kv_ready(self) -> None:
-        """The prefix is here."""
+    def _on_kv(self) -> None:
         self._decided(FetchEnd.USED)
 
-    def kv_lost(self, end: LeaseEnd) -> None:
-        """The prefix will not come."""
+    def _on_kv_lost(self, end: LeaseEnd) -> None:
         if self._waits:
             self._decided(FetchEnd(end.value))
 
@@ -66,7 +64,7 @@ class FetchingRun(AnswerRun):
         elif self._ports.arrivals.committed(self.worker.id, self.transfer):
             self._begin(inference, FetchEnd.USED)
         elif wait_ms > 0.0:
-            self._patience = self._ports.loop.call_later(wait_ms / 1e3, self._decided, FetchEnd.LATE)
+            self._patience = self._ports.loop.call_later(wait_ms / 1e3, self._guarded, self._decided, FetchEnd.LATE)
             self._timers.append(self._patience)
         else:
             self._begin(inference, FetchEnd.LATE)

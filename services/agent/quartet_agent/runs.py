@@ -12,10 +12,11 @@ from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVarTuple
 
 from msgspec import structs
 
-from quartet_agent.engines.base import EngineEvent, Usage, Work
+from quartet_agent.engines.base import BlocksFenced, EngineEvent, Usage, Work
 from quartet_agent.events import EventAuthor, role_of
 from quartet_agent.kv.arrivals import Arrivals
 from quartet_agent.kv.departures import Departures
@@ -29,6 +30,11 @@ from quartet_bus.messages import Run as RunDispatch
 from quartet_core.openai import Inference, Refused, late, parse, upstream
 
 Dispatch = RunDispatch | Prefill
+
+ENGINE_ERROR = "engine_error"
+"""Code and reason of a run whose engine, or our own handling of it, raised what nobody foresaw."""
+
+_Arguments = TypeVarTuple("_Arguments")
 
 
 class RunState(StrEnum):
@@ -97,7 +103,7 @@ class Run(ABC):
         self.acknowledge()
         if dispatch.deadline_ms > 0:
             self._timers.append(loop.call_later(dispatch.deadline_ms / 1e3, self.expire))
-        loop.call_soon(self._read)
+        loop.call_soon(self._guarded, self._read)
 
     def acknowledge(self) -> None:
         """Say ACCEPTED; again when the same dispatch comes again, because the first word may have been lost."""
@@ -109,13 +115,12 @@ class Run(ABC):
 
     def on_engine(self, event: EngineEvent) -> None:
         """The engine said something about the run's job. What goes wrong with it is this run's end and no other's."""
-        try:
-            self._on_engine(event)
-        except PayloadTooLarge as error:
-            self.fail(upstream(f"The answer is too large: {error}.", "answer_too_large"), "too_large")
-        except Exception as error:
-            self._ports.broken(self, error)
-            self.fail(Refused(500, "The agent failed.", kind="server_error", code="agent_error"), "agent_error")
+        self._guarded(self._on_engine, event)
+
+    @property
+    def answering(self) -> bool:
+        """Whether a part of the answer is on its way to the client."""
+        return False
 
     def cancel(self, reason: str) -> None:
         """Nobody wants it any more. No frame says so: whoever cancelled knows, and other tries may go on."""
@@ -132,6 +137,16 @@ class Run(ABC):
         self._end("error", error.status, reason)
 
     # Inside
+
+    def _guarded(self, step: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
+        """The one way into a run for whatever may touch its engine or speak for it: what raises ends this run."""
+        try:
+            step(*arguments)
+        except PayloadTooLarge as error:
+            self.fail(upstream(f"The answer is too large: {error}.", "answer_too_large"), "too_large")
+        except Exception as error:
+            self._ports.broken(self, error)
+            self.fail(Refused(500, "The engine failed.", kind="server_error", code=ENGINE_ERROR), ENGINE_ERROR)
 
     def _read(self) -> None:
         if self.state is not RunState.READING:
@@ -174,20 +189,29 @@ class Run(ABC):
             transfer=transfer,
             prefix_tokens=prefix_tokens,
         )
+        self._in_engine = True  # an engine that raises may hold a part of the job, which is then taken back
         try:
             self.worker.adapter.submit(work)
+        except BlocksFenced:
+            self._in_engine = False
+            raise
         except Refused as error:
+            self._in_engine = False
             self.fail(error, "invalid" if error.status < 500 else "engine")
             return False
         self.state = RunState.WORKING
-        self._in_engine = True
         self._ports.started(self)
         return True
 
     def _stop_work(self) -> None:
         if self._in_engine:
             self._in_engine = False
-            self._usage = structs.replace(self._usage, busy_ms=self.worker.adapter.cancel(self.job))
+            try:
+                busy_ms = self.worker.adapter.cancel(self.job)
+            except Exception as error:  # the run ends all the same
+                self._ports.broken(self, error)
+                return
+            self._usage = structs.replace(self._usage, busy_ms=busy_ms)
 
     def _since_accepted_ms(self) -> float:
         return self._ports.now_ms() - self._accepted_ms

@@ -24,6 +24,9 @@ _MAX_ENDED = 65_536
 _INBOX = "_INBOX."
 """Whatever a router says, an answer goes to an inbox and nowhere else."""
 
+_IMPATIENCE = frozenset(("ack_timeout", "trial_failed"))
+"""Reasons of a router that heard nothing of a try in time, and sends another one."""
+
 _Key = tuple[str, str, StreamId]
 
 
@@ -99,10 +102,15 @@ class Streams:
                 run.cancel(cancel.reason)
 
     def cancel_on(self, worker: HostedWorker, cancel: Cancel) -> None:
-        """As ``cancel``, for one worker: the other half of a split may be on another one of this node."""
+        """As ``cancel``, for one worker: the other half of a split may be on another one of this node.
+
+        A router that gave up waiting is not obeyed once a chunk is out: the client keeps the first try that it hears
+        one of, and ends the others itself. FIRST_TOKEN was said, so the router learns that its cancel came too late.
+        """
         self._cancels.remember(cancel, self._now_ms() / 1e3)
         for run in [run for run in worker.runs.values() if matches(cancel, run.tenant, run.stream)]:
-            run.cancel(cancel.reason)
+            if not (run.answering and cancel.reason in _IMPATIENCE):
+                run.cancel(cancel.reason)
 
     def on_engine(self, worker: HostedWorker, events: Sequence[EngineEvent]) -> None:
         """One batch of an engine's events. The word is rewritten before the first of them is told."""

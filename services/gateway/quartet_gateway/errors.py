@@ -50,16 +50,6 @@ def wrong_method(method: str, path: str, allowed: str) -> Refused:
     )
 
 
-def too_large(limit_bytes: int) -> Refused:
-    """413: the body is larger than this gateway, or the broker behind it, takes."""
-    return Refused(
-        413,
-        f"The request body is larger than {limit_bytes} bytes.",
-        kind="invalid_request_error",
-        code="request_too_large",
-    )
-
-
 def slow_body(timeout_ms: int) -> Refused:
     """408: the body did not arrive in time."""
     return Refused(

@@ -5,8 +5,8 @@ from enum import StrEnum
 
 from aiohttp import web
 
-from quartet_core.openai import Refused
-from quartet_gateway.errors import broken_body, slow_body, too_large
+from quartet_core.openai import Refused, too_large
+from quartet_gateway.errors import broken_body, slow_body
 from quartet_gateway.streams import Seat
 
 CLIENT_GONE = 499
@@ -71,7 +71,7 @@ class Exchange:
         request = self.request
         length = request.content_length
         if length is not None and length > limit_bytes:
-            raise too_large(limit_bytes)
+            raise too_large(length, limit_bytes)
         self._invite()
         body = bytearray()
         try:
@@ -80,7 +80,7 @@ class Exchange:
                 while piece := await request.content.readany():
                     body += piece
                     if len(body) > limit_bytes:
-                        raise too_large(limit_bytes)
+                        raise too_large(None, limit_bytes)
                     seat.hold(len(piece))
         except TimeoutError:
             raise slow_body(timeout_ms) from None

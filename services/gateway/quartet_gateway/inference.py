@@ -8,8 +8,8 @@ from aiohttp import web
 
 from quartet_bus.bus import BusError, PayloadTooLarge
 from quartet_bus.client import Answer, InferError
-from quartet_core.openai import Endpoint, Refused, upstream
-from quartet_gateway.errors import broker_away, internal, too_large
+from quartet_core.openai import Endpoint, Refused, too_large, upstream
+from quartet_gateway.errors import broker_away, internal
 from quartet_gateway.exchange import Exchange, Outcome
 from quartet_gateway.passage import request_headers
 from quartet_gateway.prompt import read_inference, sketch_prompt
@@ -169,6 +169,6 @@ def _bus_errors_refused() -> Iterator[None]:
         refused.body = error.body
         raise refused from None
     except PayloadTooLarge as error:
-        raise too_large(error.limit_bytes) from None
+        raise too_large(error.size_bytes, error.limit_bytes) from None
     except BusError:
         raise broker_away() from None

@@ -17,6 +17,15 @@ MAX_HISTORY = 1024
 """Ended transfers that are remembered: for the door, and so that a plan heard twice is not carried out twice."""
 
 
+Ask = tuple[str, StreamId]
+"""(tenant, stream): one try of one tenant's request. Clients choose the ids, so two tenants may have the same."""
+
+
+def ask_of(plan: TransferPlan) -> Ask:
+    """Which try of which request ``plan`` belongs to."""
+    return plan.tenant, plan.stream
+
+
 class TransferView(Struct, frozen=True):
     """One transfer as an operator sees it. ``took_ms`` is what the bytes took, 0 until they arrived."""
 
@@ -118,7 +127,7 @@ class Book:
 
     def __init__(self) -> None:
         self._live: dict[str, Entry] = {}
-        self._streams: dict[StreamId, list[Entry]] = {}
+        self._streams: dict[Ask, list[Entry]] = {}
         self._history: OrderedDict[str, Entry] = OrderedDict()
 
     def __len__(self) -> int:
@@ -140,14 +149,17 @@ class Book:
         """The transfer under way of that name."""
         return self._live.get(transfer)
 
-    def of_stream(self, stream: StreamId) -> list[Entry]:
-        """Transfers under way for one try of a request."""
-        return list(self._streams.get(stream, ()))
+    def of(self, tenant: str, stream: StreamId) -> list[Entry]:
+        """Transfers under way for one try of a tenant's request, and those whose plan does not say whose they are.
+
+        A router of an older version does not; its transfers must still hear of their prefills.
+        """
+        return [*self._streams.get((tenant, stream), ()), *(self._streams.get(("", stream), ()) if tenant else ())]
 
     def open(self, entry: Entry) -> None:
         """Take an entry up."""
         self._live[entry.plan.transfer] = entry
-        self._streams.setdefault(entry.plan.stream, []).append(entry)
+        self._streams.setdefault(ask_of(entry.plan), []).append(entry)
 
     def end(self, entry: Entry) -> None:
         """Nothing is left to do for it: it becomes history."""
@@ -178,7 +190,7 @@ class Book:
     def _drop(self, entry: Entry) -> None:
         if self._live.pop(entry.plan.transfer, None) is None:
             return
-        mates = self._streams[entry.plan.stream]
+        mates = self._streams[ask_of(entry.plan)]
         mates.remove(entry)
         if not mates:
-            del self._streams[entry.plan.stream]
+            del self._streams[ask_of(entry.plan)]

@@ -49,13 +49,21 @@ class Ask(Protocol):
 class Commands:
     """Puts questions to agents, a bounded number of times. ``count(verb, result)`` is told how each ended.
 
-    ``pause`` waits before an agent that is not there at all is asked again.
+    ``pause`` waits before an agent that is not there at all is asked again. ``fenced(sent, obeyed)`` is told the terms
+    when an agent obeys a higher one, and returns the term under which to ask again, 0 for not at all.
     """
 
-    def __init__(self, ask: Ask, pause: Callable[[float], Awaitable[None]], count: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        pause: Callable[[float], Awaitable[None]],
+        count: Callable[[str, str], None],
+        fenced: Callable[[int, int], int],
+    ) -> None:
         self._ask = ask
         self._pause = pause
         self._count = count
+        self._fenced = fenced
 
     async def put(self, node: str, command: KvCommand, worth_asking: Callable[[], bool]) -> KvReply | None:
         """The agent's answer; None when it gave none, or when the question was no longer ``worth_asking``."""
@@ -71,6 +79,11 @@ class Commands:
                     await self._pause(TIMEOUT_S / ATTEMPTS)
                 continue
             self._count(command.verb, "ok" if reply.ok else "refused")
+            if not reply.ok and reply.reason == OLD_TERM:
+                term = self._fenced(command.term, reply.term)
+                if term:
+                    command.term = term
+                    continue
             return reply
         return None
 

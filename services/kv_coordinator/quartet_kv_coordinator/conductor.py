@@ -8,7 +8,6 @@ from quartet_bus.messages import (
     Cancel,
     Phase,
     RequestEvent,
-    StreamId,
     TransferPlan,
     TransferReason,
     TransferReport,
@@ -34,7 +33,7 @@ from quartet_core.transfer import (
     Tick,
     Transfer,
 )
-from quartet_kv_coordinator.book import Book, Entry
+from quartet_kv_coordinator.book import Ask, Book, Entry, ask_of
 from quartet_kv_coordinator.commands import OLD_TERM, Commands, command_of, event_of
 from quartet_kv_coordinator.lanes import Lanes
 from quartet_kv_coordinator.metrics import CoordinatorMetrics
@@ -74,10 +73,6 @@ class Office(Protocol):
         """Publish an outcome."""
         ...
 
-    def fenced(self) -> None:
-        """An agent obeys a higher rank."""
-        ...
-
 
 class Conductor:
     """All transfers of one active coordinator. ``lease_ms`` is what leases last unrenewed."""
@@ -98,7 +93,7 @@ class Conductor:
         self._commands = commands
         self._metrics = metrics
         self._lease_ms = lease_ms
-        self._early: OrderedDict[StreamId, list[RequestEvent]] = OrderedDict()
+        self._early: OrderedDict[Ask, list[RequestEvent]] = OrderedDict()
         self.book = Book()
 
     # What it is told -------------------------------------------------------------------------------------------------
@@ -125,7 +120,7 @@ class Conductor:
         entry.route, entry.predicted_ms = checked.route, checked.predicted_ms
         entry.link = checked.route.lane.link.kind
         self._feed(entry, Start())
-        for event in self._early.pop(plan.stream, []):
+        for event in self._early.pop(ask_of(plan), []):
             self.request_event(event)
 
     def adopt(self, plan: TransferPlan, heard_ns: int, found: Adopt) -> None:
@@ -153,7 +148,7 @@ class Conductor:
 
     def request_event(self, event: RequestEvent) -> None:
         """A phase of a request: its prefill is done, or one of its halves is over."""
-        entries = self.book.of_stream(event.stream)
+        entries = self.book.of(event.tenant, event.stream)
         if not entries:
             self._keep_early(event)
         for entry in entries:
@@ -169,10 +164,12 @@ class Conductor:
                 self._feed(entry, Cancelled(Failure.ENDED, f"{side}: {event.reason or event.status}"))
 
     def cancelled(self, cancel: Cancel) -> None:
-        """A client or router no longer wants an answer."""
+        """A client or router no longer wants an answer. ``cancel.tenant`` is whose: others may use the same id."""
         for entry in self.book:
             stream = entry.plan.stream
-            if cancel.id != stream.id or cancel.attempt not in (0, stream.attempt):
+            if (cancel.tenant, cancel.id) != (entry.plan.tenant, stream.id):
+                continue
+            if cancel.attempt not in (0, stream.attempt):
                 continue
             if cancel.attempt == 0 or cancel.try_ in (0, stream.try_):
                 self._feed(entry, Cancelled(detail=cancel.reason))
@@ -281,8 +278,7 @@ class Conductor:
         if self.book.live(entry.plan.transfer) is not entry:
             return
         if reply is not None and not reply.ok and reply.reason == OLD_TERM:
-            self._office.fenced()
-            return
+            return  # another leads, and carries this on
         event = event_of(action, reply)
         if event is not None:
             self._feed(entry, event)
@@ -290,6 +286,6 @@ class Conductor:
     def _keep_early(self, event: RequestEvent) -> None:
         if event.phase is Phase.END:
             return
-        self._early.setdefault(event.stream, []).append(event)
+        self._early.setdefault((event.tenant, event.stream), []).append(event)
         while len(self._early) > MAX_EARLY:
             self._early.popitem(last=False)

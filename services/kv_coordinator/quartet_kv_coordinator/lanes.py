@@ -6,7 +6,8 @@ a NIC is not looked at here: whoever does adds a second gate to `Lane.grant`.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from quartet_bus.config.schema import KvSection
@@ -16,10 +17,10 @@ from quartet_core.links import LINK_CLASSES, Link, LinkClass, Place, best_path, 
 _BYTES_PER_MS = 1e6  # of one GB/s
 
 MAX_ANNOUNCED = 2048
-"""Links in one announcement: measured and busy ones first, so that a large fleet leaves out what readers can derive."""
+"""Links in one announcement, the last planned ones (readers derive the others), or in one listing."""
 
-MAX_LANES = 65_536
-"""Lanes kept at most: 256 nodes, each with each. Beyond, a lane is made again when it is next asked for."""
+MAX_LANES = 8192
+"""Lanes kept at most, twice as many as there can be transfers. Beyond, the one longest unplanned is forgotten."""
 
 
 @dataclass(slots=True)
@@ -51,6 +52,11 @@ class Lane:
     def sending(self) -> int:
         """Transfers on the wire."""
         return len(self._sending)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any transfer sends or waits."""
+        return bool(self._sending or self._waiting)
 
     @property
     def waiting(self) -> int:
@@ -139,44 +145,73 @@ class Route:
 
 
 class Lanes:
-    """All lanes, made when two nodes are first seen together."""
+    """The lanes in use. One is made when a transfer is first planned over it: of N nodes, few of all N x N pairs."""
 
     def __init__(self, config: KvSection) -> None:
         self._limit = config.transfers_per_link
-        self._classes: Mapping[str, LinkClass] = dict(LINK_CLASSES) | {
+        configured = {
             name: LinkClass(name, link.gb_per_s, link.setup_ms, "configuration") for name, link in config.links.items()
         }
-        self._lanes: dict[tuple[str, str, str], Lane] = {}
+        self._classes: Mapping[str, LinkClass] = dict(LINK_CLASSES) | configured
+        self._class_rows = tuple(
+            LinkState("", "", known.name, known.gb_per_s, known.setup_ms) for known in configured.values()
+        )
+        self._lanes: OrderedDict[tuple[str, str, str], Lane] = OrderedDict()  # the last planned ones at the end
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes.values())
 
+    def __len__(self) -> int:
+        return len(self._lanes)
+
     def route(self, source: Place, target: Place) -> Route:
-        """The best path between two workers, over the fabric that both their nodes have."""
+        """The best path between two workers, over the fabric that both their nodes have, for a transfer to take."""
+        key = (source.node, target.node, best_path(source, target))
+        lane = self._lanes.get(key)
+        if lane is None:
+            self._make_room()
+            lane = self._lanes[key] = self._fresh(key[2], source, target)
+        else:
+            self._lanes.move_to_end(key)
+        return _route(lane, source, target)
+
+    def look(self, source: Place, target: Place) -> Route:
+        """The same route, for whoever only asks: a lane that nobody used is told as its class says, and not kept."""
         path = best_path(source, target)
         lane = self._lanes.get((source.node, target.node, path))
-        known = self._classes[path]
-        if lane is None:
-            rate, penalty = known.gb_per_s, 1.0
-            if source.node != target.node:
-                rate = min([rate, *(nic for nic in (source.nic_gb_per_s, target.nic_gb_per_s) if nic > 0)])
-                penalty = max(source.numa_penalty, target.numa_penalty)
-            link = Link(path, rate, known.setup_ms, penalty)
-            lane = Lane(source.node, target.node, link, self._limit)
-            self._make_room()
-            self._lanes[source.node, target.node, path] = lane
-        ceiling = ceiling_gb_per_s(path, source, target)
-        return Route(lane, min(1.0, ceiling / lane.link.promised_gb_per_s))
+        return _route(lane or self._fresh(path, source, target), source, target)
 
     def states(self) -> tuple[LinkState, ...]:
-        """The table for ``kv.links``."""
-        known = sorted(self._lanes.values(), key=lambda lane: not (lane.measured or lane.sending))
-        return tuple(lane.state() for lane in known[:MAX_ANNOUNCED])
+        """The table for ``kv.links``: configured class figures, then what is measured or busy, last planned first."""
+        known = [lane for lane in reversed(self._lanes.values()) if lane.measured or lane.busy]
+        return (*self._class_rows, *(lane.state() for lane in known[:MAX_ANNOUNCED]))
+
+    def listing(self, pairs: Iterable[tuple[Place, Place]]) -> tuple[LinkState, ...]:
+        """For people: what is measured or busy, then the links of ``pairs`` as their classes say; bounded."""
+        found = {(state.source, state.target, state.kind): state for state in self.states() if state.source}
+        for source, target in pairs:
+            if len(found) >= MAX_ANNOUNCED:
+                break
+            state = self.look(source, target).lane.state()
+            found.setdefault((state.source, state.target, state.kind), state)
+        return tuple(found.values())
+
+    def _fresh(self, path: str, source: Place, target: Place) -> Lane:
+        known = self._classes[path]
+        rate, penalty = known.gb_per_s, 1.0
+        if source.node != target.node:
+            rate = min([rate, *(nic for nic in (source.nic_gb_per_s, target.nic_gb_per_s) if nic > 0)])
+            penalty = max(source.numa_penalty, target.numa_penalty)
+        return Lane(source.node, target.node, Link(path, rate, known.setup_ms, penalty), self._limit)
 
     def _make_room(self) -> None:
-        """Forget the oldest lanes that nobody uses. A transfer planned over one keeps it, and loses nothing by that."""
-        surplus = len(self._lanes) + 1 - MAX_LANES
-        if surplus > 0:
-            idle = [key for key, lane in self._lanes.items() if not lane.sending and not lane.waiting]
-            for key in idle[:surplus]:
-                del self._lanes[key]
+        """Forget the lane longest unplanned. Busy ones get another turn: there are fewer transfers than lanes."""
+        while len(self._lanes) >= MAX_LANES:
+            key, lane = self._lanes.popitem(last=False)
+            if lane.busy:
+                self._lanes[key] = lane
+
+
+def _route(lane: Lane, source: Place, target: Place) -> Route:
+    ceiling = ceiling_gb_per_s(lane.link.kind, source, target)
+    return Route(lane, min(1.0, ceiling / lane.link.promised_gb_per_s))

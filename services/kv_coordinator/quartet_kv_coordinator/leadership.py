@@ -59,7 +59,17 @@ class Leadership:
         self._highest = (self.term, self.id)
         return True
 
-    def fenced(self, now_ns: int) -> None:
-        """An agent obeys a higher term: step down, and give its holder a whole silence to announce itself."""
+    def fenced(self, term: int, now_ns: int) -> bool:
+        """An agent obeys ``term`` (0: it does not say which); return whether this coordinator goes on leading.
+
+        Whoever leads announces itself before it commands, and would have been heard. So a higher term is that of a
+        coordinator that is gone, and leading goes on above it at once; else every restart would have to climb to it
+        term by term. The same term is a rival's whose id is higher: step down, and give it a whole silence.
+        """
+        if self.leads and term > self.term:
+            self.term = term + 1
+            self._highest = (self.term, self.id)
+            return True
         self.term = 0
         self._heard_ns = now_ns
+        return False

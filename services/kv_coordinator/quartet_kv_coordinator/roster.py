@@ -34,10 +34,9 @@ Gone = tuple[str, int]
 
 @dataclass(slots=True, frozen=True)
 class Learned:
-    """What an inventory told: the agent is new to us, anything about the node is, and who is gone."""
+    """What an inventory told: the agent is new to us, and who is gone."""
 
     new_agent: bool
-    changed: bool
     gone: list[Gone]
 
 
@@ -82,12 +81,11 @@ class Roster:
         while now_ns - self._heard_ns[silent := next(iter(self._nodes))] > NODE_COUNTS_NS:
             gone += self._drop(self._nodes.pop(silent).workers)
             del self._heard_ns[silent]
-        changed = new_agent or known is None or known.epoch != inventory.epoch
-        if changed:
+        if new_agent or known is None or known.epoch != inventory.epoch:
             fabrics = {link.kind: link.gb_per_s for link in inventory.links}
             for info in inventory.workers:
                 self._take(inventory.node, fabrics, info)
-        return Learned(new_agent, changed, gone)
+        return Learned(new_agent, gone)
 
     def judge(self, collector: str, word: WorkerState, now_ns: int) -> Gone | None:
         """Take a collector's word on a worker; return it if this made it dead.

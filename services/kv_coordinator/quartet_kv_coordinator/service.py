@@ -2,9 +2,12 @@
 
 import asyncio
 import random as random_module
+from collections.abc import Iterator
+
+import msgspec
 
 from quartet_bus import catalogue, subjects
-from quartet_bus.bus import Bus
+from quartet_bus.bus import Bus, Message
 from quartet_bus.config.schema import Config
 from quartet_bus.messages import (
     Cancel,
@@ -23,7 +26,8 @@ from quartet_bus.messages import (
     TransferReport,
     WorkerState,
 )
-from quartet_bus.service import Service
+from quartet_bus.service import UNREADABLE, Service
+from quartet_core.links import Place
 from quartet_core.transfer import Adopt, Failure, State
 from quartet_kv_coordinator.book import TransferView
 from quartet_kv_coordinator.commands import Commands
@@ -33,6 +37,8 @@ from quartet_kv_coordinator.leadership import Leadership
 from quartet_kv_coordinator.metrics import CoordinatorMetrics
 from quartet_kv_coordinator.roster import Gone, Roster
 from quartet_kv_coordinator.takeover import Survey, Watch, orphaned
+
+_cancel = msgspec.msgpack.Decoder(Cancel).decode
 
 TICK_S = 0.02
 """How often deadlines, renewals and the silence of others are looked at."""
@@ -68,13 +74,14 @@ class CoordinatorService(Service):
         self._counts = CoordinatorMetrics(self.metrics)
         self._roster = Roster(catalogue.load(config))
         self._lanes = Lanes(config.kv)
-        self._commands = Commands(self.ask, asyncio.sleep, self._count_command)
+        self._commands = Commands(self.ask, asyncio.sleep, self._count_command, self._fenced)
         self._conductor = Conductor(
             self, self._roster, self._lanes, self._commands, self._counts, lease_ms=config.kv.lease_ms
         )
         self._watch = Watch()
         self._leadership: Leadership | None = None
         self._rebuilt = False
+        self._reign = 0  # counts claims: a term grows within a reign
 
     async def start(self) -> None:
         """Listen first, then ask who is there, then wait out the silence."""
@@ -89,7 +96,7 @@ class CoordinatorService(Service):
         await self.hear(subjects.kv_progress(), self._on_progress)
         await self.hear(subjects.kv_done(), self._on_outcome)
         await self.hear(subjects.kv_failed(), self._on_outcome)
-        await self.hear(subjects.cancel_all(), self._on_cancel)
+        await self.hear_raw(subjects.cancel_raw(), self._on_cancel)
         for phase in (Phase.PREFILLED, Phase.REFUSED, Phase.END):
             await self.hear(subjects.request_event(phase), self._on_request_event)
         self.say(subjects.control("agent", "_all", "inventory"), ControlRequest())
@@ -130,8 +137,8 @@ class CoordinatorService(Service):
         return self._conductor.book.views(self.now_ns())
 
     def links(self) -> tuple[LinkState, ...]:
-        """The link table, as announced."""
-        return self._lanes.states()
+        """Links that are measured or busy, then those between known nodes that nobody used yet; bounded."""
+        return self._lanes.listing(self._pairs(self._roster.nodes, self._roster.nodes))
 
     def cancel(self, transfer: str) -> State:
         """Abort a transfer and free both sides; returns its state then. Raises ``UnknownTransfer``."""
@@ -143,20 +150,30 @@ class CoordinatorService(Service):
     def budget(self, target: str, size_bytes: int, source: str = "") -> float:
         """Milliseconds until ``size_bytes`` more would have arrived on node ``target``, behind what is on its links.
 
-        From node ``source``, or, without one, over the busiest link into the target. 0 when no link there is known yet.
-        Raises ``UnknownNode``.
+        From node ``source``, or, without one, over the slowest link into the target from any other node. 0 when there
+        is none: no other node is known. Raises ``UnknownNode``.
         """
         for node in (target, source):
             if node and node not in self._roster.nodes:
                 raise UnknownNode(node)
+        sources = [source] if source else self._roster.nodes
+        lanes = (self._lanes.look(here, there).lane for here, there in self._pairs(sources, [target]))
         return max(
             (
                 lane.predict_ms(lane.link.bytes_in_flight, size_bytes, 1.0)
-                for lane in self._lanes
-                if lane.target == target and lane.source != target and source in ("", lane.source)
+                for lane in lanes
+                if lane.source != lane.target
             ),
             default=0.0,
         )
+
+    def _pairs(self, sources: list[str], targets: list[str]) -> Iterator[tuple[Place, Place]]:
+        """Every place on ``sources`` with every one on ``targets``."""
+        for source in sources:
+            for target in targets:
+                for place in self._roster.places(source):
+                    for other in self._roster.places(target):
+                        yield place, other
 
     # What it hears ---------------------------------------------------------------------------------------------------
 
@@ -175,7 +192,13 @@ class CoordinatorService(Service):
     def _on_outcome(self, report: TransferReport) -> None:
         self._watch.over(report.transfer)
 
-    def _on_cancel(self, cancel: Cancel) -> None:
+    def _on_cancel(self, message: Message) -> None:
+        try:
+            cancel = _cancel(message.data)
+        except UNREADABLE as error:
+            self._unreadable(subjects.cancel_raw().subject, message, error)
+            return
+        cancel.tenant = subjects.text_of(message.subject, 1)  # whatever the body says: the subject is authorised
         self._conductor.cancelled(cancel)
 
     def _on_request_event(self, event: RequestEvent) -> None:
@@ -186,18 +209,8 @@ class CoordinatorService(Service):
         learned = self._roster.learn(inventory, self.now_ns())
         if learned.gone:
             self._conductor.gone(learned.gone)
-        if learned.changed:
-            self._know_links_of(inventory.node)
         if learned.new_agent and self.active:
-            self.spawn(self._sweep(self.term, [inventory.node]), f"sweep {inventory.node}")
-
-    def _know_links_of(self, node: str) -> None:
-        """Have a lane for every path into and out of ``node``, so that routers see links before they are used."""
-        for place in self._roster.places(node):
-            for other_node in self._roster.nodes:
-                for other in self._roster.places(other_node):
-                    self._lanes.route(place, other)
-                    self._lanes.route(other, place)
+            self.spawn(self._sweep(self._reign, [inventory.node]), f"sweep {inventory.node}")
 
     def _on_delta(self, delta: FleetDelta) -> None:
         self._judge(delta.collector, delta.changes)
@@ -228,18 +241,29 @@ class CoordinatorService(Service):
         if failure is not None:
             self.log.info("transfer failed", transfer=report.transfer, detail=report.detail)
 
-    def fenced(self) -> None:
-        """An agent obeys a coordinator that we have not heard of yet."""
-        if self.leadership.leads:
-            self.leadership.fenced(self.now_ns())
-            self._step_down("an agent obeys a higher term")
+    def _fenced(self, sent: int, obeyed: int) -> int:
+        """An agent that obeys term ``obeyed`` refused a command of term ``sent``: the term to ask it under now, or 0.
+
+        It is told by each of many agents and for commands that were on their way, so only the first word of a term
+        moves ours.
+        """
+        leadership = self.leadership
+        if not leadership.leads or (sent < self.term and obeyed <= self.term):
+            return self.term
+        if leadership.fenced(obeyed, self.now_ns()):
+            self.log.info("leading above a term that agents remember", term=self.term)
+            self._say_links()
+        else:
+            self._step_down("an agent obeys another coordinator")
+        return self.term
 
     def _tick(self) -> None:
         if self.leadership.claim(self.now_ns()):
+            self._reign += 1
             self._counts.takeovers.inc()
             self.log.info("leading", term=self.term)
             self._say_links()
-            self.spawn(self._rebuild(self.term, self.now_ns()), "rebuild")
+            self.spawn(self._rebuild(self._reign, self.now_ns()), "rebuild")
         if self.active:
             self._conductor.tick()
 
@@ -250,13 +274,16 @@ class CoordinatorService(Service):
         for entry in self._conductor.abandon():
             self._watch.keep(entry.plan, entry.heard_ns)
 
-    async def _rebuild(self, term: int, claimed_ns: int) -> None:
+    def _reigns(self, reign: int) -> bool:
+        return self.leadership.leads and self._reign == reign
+
+    async def _rebuild(self, reign: int, claimed_ns: int) -> None:
         """Bring what the last coordinator left to an end, free what nobody stands for, then take plans."""
-        survey = Survey(self._commands, term, self.instance)
+        survey = Survey(self._commands, self.term, self.instance)
         leases = await survey.leases(self._roster.nodes)
         before = self._watch.take(claimed_ns)
         fates = await asyncio.gather(*(self._fate(survey, one.plan, leases) for one in before))
-        if self.term != term:
+        if not self._reigns(reign):
             for one in before:
                 self._watch.keep(one.plan, one.heard_ns)
             return
@@ -271,11 +298,11 @@ class CoordinatorService(Service):
         replica = self._roster.find(plan.target)
         return await survey.fate(plan, None if replica is None else replica.node, leases.get(plan.transfer, []))
 
-    async def _sweep(self, term: int, nodes: list[str]) -> None:
+    async def _sweep(self, reign: int, nodes: list[str]) -> None:
         """An agent turned up: free what it holds for transfers that nobody knows."""
-        survey = Survey(self._commands, term, self.instance)
+        survey = Survey(self._commands, self.term, self.instance)
         leases = await survey.leases(nodes)
-        if self.term == term:
+        if self._reigns(reign):
             await self._free_orphans(survey, leases)
 
     async def _free_orphans(self, survey: Survey, found: dict[str, list[tuple[str, KvLease]]]) -> None:

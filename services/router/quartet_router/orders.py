@@ -63,6 +63,7 @@ def transfer(flight: Flight, plan: Plan, target: Half, giver: Half, router: str,
     patience_ms = _remaining_ms(flight, now_ms) or _PATIENCE_FACTOR * plan.ttft_ms + _PATIENCE_MS
     return TransferPlan(
         transfer=flight.transfer,
+        tenant=flight.tenant,
         reason=TransferReason.FETCH if plan.fetches else TransferReason.SPLIT,
         stream=flight.stream,
         model=flight.model,

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from quartet_bus import frames
-from quartet_bus.messages import Phase, Role
+from quartet_bus import frames, subjects
+from quartet_bus.messages import Cancel, Phase, Role
 from quartet_core import word
 
 
@@ -393,3 +393,65 @@ def test_a_role_is_announced_and_an_unknown_one_refused(on_stage, config_of):
     assert (inventories[2].workers[0].cordoned, inventories[1].workers[0].cordoned) == (True, False)
     assert word.epoch_of(last_word) == 3
     assert word.ACCEPTING.of(last_word) == 1  # a cordon is the routers' business
+
+
+def router_cancel(stage, agent, reason):
+    worker = next(iter(agent.workers))
+    stage.publish(subjects.worker_cancel(worker), Cancel("r", 1, 1, reason, "t"))
+
+
+@pytest.mark.parametrize("reason", ["ack_timeout", "trial_failed"])
+def test_a_router_that_gave_up_too_late_does_not_end_an_answer_that_has_begun(on_stage, config_of, body_of, reason):
+    async def play(stage):
+        agent = await stage.agent(config_of("n1"))
+        stage.run(agent, body_of(max_tokens=50))
+        while "Chunk" not in stage.heard.kinds():  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.001)
+        router_cancel(stage, agent, reason)
+        await asyncio.sleep(5)
+        return stage.heard
+
+    heard = on_stage(play)
+    assert heard.phases() == ["accepted", "first_token", "end"]
+    assert heard.last(Phase.END).status == "ok"
+    assert heard.kinds()[-1] == "End"
+
+
+@pytest.mark.parametrize(("reason", "wait_s"), [("ack_timeout", 0.0005), ("client", 0.5), ("failed", 0.5)])
+def test_any_other_cancel_of_a_router_ends_the_run_once(on_stage, config_of, body_of, reason, wait_s):
+    async def play(stage):
+        agent = await stage.agent(config_of("n1"))
+        stage.run(agent, body_of("x" * 4000, max_tokens=4000))
+        await asyncio.sleep(wait_s)
+        began = "Chunk" in stage.heard.kinds()
+        router_cancel(stage, agent, reason)
+        await asyncio.sleep(5)
+        return stage.heard, began
+
+    heard, began = on_stage(play)
+    assert began is (reason != "ack_timeout")
+    assert heard.phases().count("end") == 1
+    end = heard.last(Phase.END)
+    assert (end.status, end.code, end.reason) == ("cancelled", 499, reason)
+
+
+def test_an_engine_that_raises_at_a_job_ends_the_run_with_an_error(on_stage, config_of, body_of):
+    async def play(stage):
+        agent = await stage.agent(config_of("n1"))
+        adapter = next(iter(agent.workers.values())).adapter
+
+        def broken(*_):
+            raise RuntimeError("no engine")
+
+        adapter.submit = adapter.cancel = broken
+        stage.run(agent, body_of())
+        await asyncio.sleep(1)
+        return stage.heard, agent.streams.running
+
+    heard, running = on_stage(play)
+    assert running == 0
+    assert heard.kinds() == ["Accepted", "Error"]
+    assert (heard.frames[1].status, heard.frames[1].error.code) == (500, "engine_error")
+    assert heard.phases() == ["accepted", "end"]
+    end = heard.last(Phase.END)
+    assert (end.status, end.code, end.reason) == ("error", 500, "engine_error")

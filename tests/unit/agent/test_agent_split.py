@@ -306,6 +306,7 @@ def test_a_replaced_coordinator_is_not_obeyed(split):
     assert newer.ok
     assert (old.ok, old.reason, held) == (False, "old_term", 1)
     assert (same_term.ok, same_term.reason) == (False, "old_term")
+    assert old.term == same_term.term > 0, "the term that counts, so that whoever is refused can lead above it"
     [lease] = found.leases
     assert (lease.transfer, lease.worker, lease.epoch, lease.state) == ("x", "d-0", newer.epoch, "reserved")
     assert 0 < lease.remaining_ms <= 5000

@@ -16,7 +16,7 @@ from quartet_bus.headers import RequestHeaders, parse_headers
 from quartet_bus.loop import run_virtual
 from quartet_bus.memory import MemoryBroker, MemoryBus
 from quartet_bus.messages import Cancel, StreamId
-from quartet_core.openai import all_busy, invalid, late
+from quartet_core.openai import all_busy, invalid, late, stopping
 
 BODY = b'{"prompt":"hi"}'
 
@@ -416,3 +416,38 @@ async def test_two_thousand_answers_at_once_share_one_subscription() -> None:
     assert answers == [[b"0", b"1", b"2"]] * 2000
     assert world.client.strays == 0
     assert len(world.client._inboxes) == 0
+
+
+@virtual
+async def test_a_request_that_a_stopping_router_gives_back_is_answered_by_the_next_one() -> None:
+    world = World()
+
+    def on_request(stream: StreamId, inbox: str) -> None:
+        if stream.attempt == 1:
+            RouterFrames(world.bus, inbox, stream).error(stopping())
+            return
+        author = world.author(stream, inbox)
+        author.accepted("w")
+        author.chunk(b"1")
+        author.end()
+
+    await world.listen(on_request)
+    answer = await world.client.infer("chat", BODY)
+    assert [chunk async for chunk in answer] == [b"1"]
+    assert (len(world.requests), world.client.resends) == (2, 1)
+    assert world.requests[1][0] - world.requests[0][0] < 0.1
+
+
+@virtual
+async def test_an_engine_that_says_the_routers_code_is_not_obeyed() -> None:
+    world = World()
+
+    def on_request(stream: StreamId, inbox: str) -> None:
+        author = world.author(stream, inbox)
+        author.accepted("w")
+        author.error(stopping())
+
+    await world.listen(on_request)
+    with pytest.raises(InferError):
+        await world.client.infer("chat", BODY)
+    assert len(world.requests) == 1

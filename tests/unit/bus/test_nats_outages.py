@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from contract.bus_contract import until
 
-from quartet_bus.bus import Disconnected, LogSpec, Message, Unavailable
+from quartet_bus import nats_link
+from quartet_bus.bus import BusError, Disconnected, LogSpec, Message, Unavailable
 from quartet_bus.config.schema import NatsSection
 from quartet_bus.nats_bus import connect
 from quartet_bus.nats_link import CredentialsRefused
@@ -166,3 +168,76 @@ async def test_a_slow_handler_loses_messages_counted_and_not_memory(
     assert bus.counts.slow_consumer_drops > 0
     await bus.close()
     await other.close()
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_what_is_no_subject_is_refused_alike_with_and_without_a_broker(server: NatsServer, away: bool) -> None:
+    bus = await connect(NatsSection(url=server.url))
+    if away:
+        await server.kill()
+        await until(lambda: not bus.connected)
+    for subject in ("", "a b", "a\r\nPUB b 0", "\ud800"):
+        with pytest.raises(BusError, match="cannot publish"):
+            bus.publish(subject, b"")
+    with pytest.raises(BusError, match="cannot publish"):
+        bus.publish("a", b"", reply="b c")
+    with pytest.raises(BusError, match="cannot publish"):
+        bus.publish("a", b"", headers={"b c": "d"})
+    for subject in ("", "a b", "a..b", "a*.b", "a.>.b", "a.b>"):
+        with pytest.raises(BusError, match="no subject"):
+            await bus.subscribe(subject, lambda message: None)
+    with pytest.raises(BusError, match="queue"):
+        await bus.subscribe("a", lambda message: None, queue="b c")
+    await bus.close()
+
+
+async def test_a_message_and_a_subscription_that_fail_on_return_keep_nothing_else_back(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = await connect(NatsSection(url=server.url))
+    heard: list[bytes] = []
+    await bus.subscribe("work", lambda message: heard.append(message.data))
+    await bus.subscribe("odd", lambda message: None)
+    await server.kill()
+    await until(lambda: not bus.connected)
+    send, subscribe_on = nats_link.send, bus._subscribe_on
+
+    def picky_send(client: Any, subject: str, *rest: Any) -> None:
+        if subject == "odd":
+            raise BusError("odd")
+        send(client, subject, *rest)
+
+    async def picky_subscribe(client: Any, subscription: Any) -> None:
+        await subscribe_on(client, subscription)
+        if subscription.subject == "odd":
+            raise BusError("odd")
+
+    monkeypatch.setattr(nats_link, "send", picky_send)
+    monkeypatch.setattr(bus, "_subscribe_on", picky_subscribe)
+    bus.publish("work", b"1")
+    bus.publish("odd", b"")
+    bus.publish("work", b"2")
+    await server.start()
+    await until(lambda: heard == [b"1", b"2"])
+    assert bus.counts.restore_drops == 2
+    await bus.close()
+
+
+async def test_whatever_goes_wrong_on_the_way_back_is_tried_again(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = await connect(NatsSection(url=server.url))
+    restore, failures = bus._restore, [RuntimeError("unforeseen")]
+
+    async def fails_once(client: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        return await restore(client)
+
+    monkeypatch.setattr(bus, "_restore", fails_once)
+    await server.kill()
+    await until(lambda: not bus.connected)
+    await server.start()
+    await until(lambda: bus.connected)
+    assert (failures, bus.counts.reconnects) == ([], 1)
+    await bus.close()

@@ -24,9 +24,10 @@ PROMPT = [(7 * i) % 100_000 for i in range(16_000)]
 
 
 def fleet(gb_per_s=46.6, *hardware, **more):
-    """Workers on nodes of their own, links of ``gb_per_s`` between all of them (0: none)."""
+    """Workers on nodes of their own, links of ``gb_per_s`` between all of them (0: no coordinator told of any)."""
     links = LinkBook(500.0)
-    links.hear(1, "k", 0.0)
+    if gb_per_s:
+        links.hear(1, "k", 0.0)
     routing = fleets.routing([], links=links)
     hardware = hardware or ("H100_SXM5", "H100_SXM5")
     for number, name in enumerate(hardware):

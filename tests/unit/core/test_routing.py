@@ -244,11 +244,22 @@ def test_a_request_splits_when_the_quick_prefill_card_is_crowded_with_decodes():
     assert chosen(routing, fleets.ask(prompt(2_000), model="llama-3.1-70b", plans_split=False)).split is False
 
 
-def test_nodes_without_a_link_are_never_paired():
+def test_nodes_whose_link_nobody_used_yet_are_paired_at_the_figures_of_its_class():
     routing, links = split_fleet()
     links.clear()
-    hear(routing, 0, word(batch=60))
-    assert not chosen(routing, fleets.ask(prompt(2_000), model="llama-3.1-70b", plans_split=True)).split
+    hear(routing, 0, word(batch=150))
+    ask = fleets.ask(prompt(2_000), model="llama-3.1-70b", tpot_ms=100.0, plans_split=True, output_tokens=400.0)
+    plan = chosen(routing, ask)
+    assert (plan.prefill, plan.decode) == (0, 1)
+    assert plan.kv_ms == pytest.approx(0.4 + plan.kv_bytes / 46.6e6, rel=1e-3)
+
+
+def test_without_a_coordinator_nodes_are_never_paired():
+    workers = [seventy("w0", "H100_SXM5"), seventy("w1", "L40S_PCIE")]
+    routing = apart(workers, links=LinkBook(500.0))
+    hear(routing, 0, word(batch=150))
+    ask = fleets.ask(prompt(2_000), model="llama-3.1-70b", tpot_ms=100.0, plans_split=True, output_tokens=400.0)
+    assert not chosen(routing, ask).split
 
 
 def test_layouts_that_differ_are_never_paired():

@@ -195,3 +195,19 @@ def test_several_tries_at_once_end_in_one_whole_answer_or_an_error(data: st.Data
     if whole is not None:
         assert heard == list(range(1, chunks[whole] + 1))
     assert heard == list(range(1, len(heard) + 1))
+
+
+def test_a_router_that_stops_makes_the_request_go_out_again_at_once() -> None:
+    receiver = StreamReceiver(0.0)
+    assert receiver.hear(Kind.STOPPING, 1, 0, None, 5.0) is Step.RESEND
+    assert receiver.hear(Kind.STOPPING, 1, 0, None, 6.0) is Step.NOTHING  # of an attempt that was replaced
+    assert receiver.hear(Kind.STOPPING, 2, 0, None, 7.0) is Step.RESEND
+    assert receiver.hear(Kind.STOPPING, 3, 0, None, 8.0) is Step.REFUSED
+    assert receiver.attempt == MAX_ATTEMPTS
+
+
+def test_a_router_that_stops_after_the_deadline_or_in_mid_answer_is_not_followed_by_another() -> None:
+    late, begun = StreamReceiver(0.0, deadline_ms=10.0), StreamReceiver(0.0)
+    assert late.hear(Kind.STOPPING, 1, 0, None, 10.0) is Step.EXPIRED
+    begun.hear(Kind.CHUNK, 1, 1, 0, 1.0)
+    assert begun.hear(Kind.STOPPING, 1, 1, None, 2.0) is Step.REFUSED

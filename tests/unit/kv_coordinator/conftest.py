@@ -105,7 +105,7 @@ class Agent:
     def _answer(self, command):
         name = command.transfer
         if (command.term, command.coordinator) < self.rank:
-            return KvReply(False, name, "old_term")
+            return KvReply(False, name, "old_term", term=self.rank[0])
         self.rank = (command.term, command.coordinator)
         if command.verb in self.refuse:
             return KvReply(False, name, self.refuse[command.verb])
@@ -220,30 +220,30 @@ class World:
         self.bus.publish(topic.subject, encode(message))
 
     def plan(self, name="t1", *, source="p-0", target="d-0", kv_bytes=9 * MB, deadline_ms=5000.0, request="r1",
-             source_incarnation=1, ready=True, reason=TransferReason.SPLIT):  # fmt: skip
+             source_incarnation=1, ready=True, reason=TransferReason.SPLIT, tenant="tenant"):  # fmt: skip
         plan = TransferPlan(
             name, reason, StreamId(request), "llama", source, source_incarnation, target, 1, 64, kv_bytes, deadline_ms,
-            router="router",
+            router="router", tenant=tenant,
         )  # fmt: skip
         self.say(subjects.kv_plan(), plan)
         self.agents[source.rpartition("-")[0]].pins.setdefault(name, source)
         if ready:
-            self.prefilled(request, source)
+            self.prefilled(request, source, tenant=tenant)
         return plan
 
-    def prefilled(self, request="r1", source="p-0"):
-        self.event(Phase.PREFILLED, request, source, role=Role.PREFILL)
+    def prefilled(self, request="r1", source="p-0", tenant="tenant"):
+        self.event(Phase.PREFILLED, request, source, tenant=tenant, role=Role.PREFILL)
 
-    def event(self, phase, request, at, **more):
-        event = RequestEvent(phase, StreamId(request), "tenant", "llama", at, 1, **more)
+    def event(self, phase, request, at, tenant="tenant", **more):
+        event = RequestEvent(phase, StreamId(request), tenant, "llama", at, 1, **more)
         self.say(subjects.request_event(phase), event)
 
     def verdict(self, at, verdict, *, beat=10, collector="collector"):
         word = WorkerState(at, 1, 0, beat, verdict)
         self.say(subjects.fleet_delta(), FleetDelta(collector, 1, 1, (word,)))
 
-    def cancel(self, request="r1"):
-        self.say(subjects.cancel("tenant"), Cancel(request))
+    def cancel(self, request="r1", whose="tenant", **more):
+        self.say(subjects.cancel(whose), Cancel(request, **more))
 
     def others_lead(self, term, name):
         self.say(subjects.kv_links(), LinkTable(term, name))

@@ -262,6 +262,65 @@ def test_the_deadline_ends_a_transfer_that_hangs(play):
     play(story)
 
 
+def test_a_cancel_of_another_tenant_with_the_same_id_ends_nothing(play):
+    async def story(world):
+        await world.start()
+        world.plan(tenant="acme")
+        await asyncio.sleep(0.01)
+        world.cancel("r1", "evil", tenant="acme")  # what the body says does not count
+        await asyncio.sleep(0.005)
+        assert world.outcomes() == []
+        await asyncio.sleep(0.1)
+        assert world.outcomes() == [("t1", "done")]
+
+    play(story)
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILLED, Phase.REFUSED, Phase.END])
+def test_events_of_another_tenant_with_the_same_id_on_the_same_workers_touch_nothing(play, phase):
+    async def story(world):
+        await world.start()
+        world.event(phase, "r1", "p-0", tenant="evil", status="error")
+        world.plan(tenant="acme", ready=False)
+        await asyncio.sleep(0.05)
+        world.event(phase, "r1", "p-0", tenant="evil", status="error")
+        await asyncio.sleep(0.05)
+        assert world.outcomes() == []
+        assert world.agents["p"].verbs() == []
+        world.prefilled(tenant="acme")
+        await asyncio.sleep(0.1)
+        assert world.outcomes() == [("t1", "done")]
+
+    play(story)
+
+
+def test_a_plan_that_does_not_say_whose_it_is_hears_events_and_no_cancel(play):
+    async def story(world):
+        await world.start()
+        world.plan(tenant="", ready=False)
+        await asyncio.sleep(0.01)
+        world.cancel("r1")
+        world.prefilled()
+        await asyncio.sleep(0.1)
+        assert world.outcomes() == [("t1", "done")]
+
+    play(story)
+
+
+def test_two_tenants_with_the_same_id_each_have_their_transfer(play):
+    async def story(world):
+        await world.start()
+        world.agents["p"].stuck = True
+        world.plan("a", tenant="acme")
+        world.plan("b", tenant="globex")
+        await asyncio.sleep(0.02)
+        world.cancel("r1", "globex")
+        await asyncio.sleep(0.02)
+        assert world.outcomes() == [("b", "cancelled")]
+
+    play(story)
+
+
 # Planning ------------------------------------------------------------------------------------------------------------
 
 
@@ -425,6 +484,26 @@ def test_a_silent_fallback_is_counted_reported_and_priced(play, make_worker):
         assert world.outcomes()[-1] == ("priced", "would_miss_deadline")
 
     play(story)
+
+
+def test_links_are_announced_once_they_were_used(play):
+    async def story(world):
+        await world.start()
+        world.plan()
+        await asyncio.sleep(0.3)
+        assert [(link.source, link.target) for link in world.tables[-1].links] == [("p", "d")]
+
+    play(story)
+
+
+def test_configured_class_figures_are_announced_for_links_that_nobody_used(play):
+    async def story(world):
+        await world.start()
+        (link,) = world.tables[-1].links
+        assert (link.source, link.target, link.kind, link.gb_per_s, link.setup_ms) == ("", "", "TCP", 1.0, 5.0)
+        assert "" not in {link.source for link in world.leader().links()}
+
+    play(story, links={"TCP": LinkSection(1.0, 5.0)})
 
 
 def test_configured_link_figures_replace_the_built_in_ones(play):

@@ -1,5 +1,6 @@
 """Who leads."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,10 +49,19 @@ def test_a_replaced_leader_that_still_talks_is_no_sign_of_life():
     assert one.claim(10 + SILENCE)
 
 
-def test_fenced_by_an_agent_it_steps_down_and_waits():
+def test_fenced_by_a_higher_term_it_leads_on_above_it_at_once():
     one = Leadership("a", silence_ns=SILENCE, now_ns=0)
     one.claim(SILENCE)
-    one.fenced(600)
+    assert one.fenced(12, 600)
+    assert (one.leads, one.term, one.highest_term) == (True, 13, 13)
+    assert not one.heard(12, "z", 601)
+
+
+@pytest.mark.parametrize("term", [0, 1])
+def test_fenced_by_a_rival_of_its_own_term_it_steps_down_and_waits(term):
+    one = Leadership("a", silence_ns=SILENCE, now_ns=0)
+    one.claim(SILENCE)
+    assert not one.fenced(term, 600)
     assert not one.leads
     assert not one.claim(600 + SILENCE - 1)
     assert one.claim(600 + SILENCE)

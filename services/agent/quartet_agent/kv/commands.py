@@ -25,10 +25,10 @@ class KvCommands:
         self._terms = Terms()
 
     def answer(self, command: KvCommand) -> KvReply:
-        """Do what ``command`` says and answer; a coordinator that was replaced is told ``old_term``."""
+        """Do what ``command`` says and answer; a replaced coordinator is told ``old_term`` and which is."""
         transfer = command.transfer
         if not self._terms.admit(command.term, command.coordinator):
-            return KvReply(False, transfer, "old_term")
+            return KvReply(False, transfer, "old_term", term=self._terms.highest)
         match command.verb:
             case KvVerb.RESERVE:
                 return self._reserve(command)

@@ -9,6 +9,11 @@ class Terms:
     def __init__(self) -> None:
         self._highest: tuple[int, str] = (0, "")
 
+    @property
+    def highest(self) -> int:
+        """The highest term obeyed so far."""
+        return self._highest[0]
+
     def admit(self, term: int, coordinator: str) -> bool:
         """Whether a command of this coordinator counts. One that is higher replaces all before it."""
         if (term, coordinator) < self._highest:
