@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Final
 
-from quartet_core.ladder import RUNGS, Sketch
+from quartet_core.ladder import MAX_STEP_BLOCKS, RUNGS, Sketch
 
 DEFAULT_ROWS: Final = 1 << 17
 DEFAULT_K: Final = 4
@@ -70,12 +70,14 @@ def slots_within(affinity_bytes: int, rows: int) -> int:
 
 @cache
 def _rungs_apart(rungs: int, grain: int) -> Sequence[int]:
-    """Of the first ``rungs`` rungs, those at least 1/``grain`` of the deepest one apart, and the first; 0: all."""
+    """Of the first ``rungs`` rungs, those at least 1/``grain`` of the deepest one or the longest step of the ladder
+    apart, whichever is less, and the first; 0: all."""
     if grain == 0 or rungs < 2:
         return range(rungs)
     indices = [rungs - 1]
+    apart = min(RUNGS[rungs - 1] / grain, MAX_STEP_BLOCKS)
     for index in range(rungs - 2, 0, -1):
-        if (RUNGS[indices[-1]] - RUNGS[index]) * grain >= RUNGS[rungs - 1]:
+        if RUNGS[indices[-1]] - RUNGS[index] >= apart:
             indices.append(index)
     return (0, *reversed(indices))
 
@@ -288,7 +290,8 @@ class AffinityTable:
         also holds the shallower rungs looked at, the one just above among them: by chance a worker seems one rung
         deeper than it is as often as the filter's false-positive rate says, and more than one hardly ever. After
         ``max_probes`` rungs, workers not placed yet are told at one they were found to hold: rounded down, never up.
-        With a ``grain``, only rungs at least 1/``grain`` of the prompt apart are looked at.
+        With a ``grain``, only rungs at least 1/``grain`` of the prompt apart are looked at, or, where that is less, the
+        ladder's longest step apart.
         """
         looked_at = _rungs_apart(len(sketch.rungs), grain)
         rungs, row_mask, planes = sketch.rungs, self._rows - 1, self._planes

@@ -12,9 +12,9 @@ from quartet_core.plan import Ask, Candidates, Reason
 from quartet_core.word import BATCH, FREE_KV, QUEUE, free_kv_level_for
 
 _GRAIN, _MAX_PROBES = 24, 14
-"""Cached depths are told apart to 1/24 of the prompt (the ladder itself steps by 1/9 at the deep end), with at most so
-many probes. That halves the look-up at 32k tokens; the mean cost J of what is then chosen is the same to 2 % (traffic
-of ``make bench ONLY=decision``, 1,000 workers, 4k to 128k tokens)."""
+"""Cached depths are told apart to 1/24 of the prompt, of prompts above 49k tokens to the ladder's longest step, with at
+most so many probes. On the session trace (``docs/affinity.md``) what is then decided is what a look at every rung would
+have decided; with 10 probes some choices at 32 workers differ, with 12 or more none."""
 
 
 class Filters:

@@ -1,8 +1,9 @@
-"""The prefix ladder: a prompt's identity at some 70 depths, instead of at every block.
+"""The prefix ladder: a prompt's identity at some 60 to 110 depths, instead of at every block.
 
-Rungs stand 8 to the octave: 1 block, then max(r + 1, floor(r·2^(1/8))) blocks of 64 tokens. So a match is rounded
-down by at most 1/8 of its depth, which costs under 0.5 % of the hit rate of exact block matching, while 128k tokens
-need 77 hashes instead of 2,048.
+Rungs stand 8 to the octave, and no two further apart than 32 blocks of 64 tokens: 1 block, then
+min(max(r + 1, floor(r·2^(1/8))), r + 32). So a match is rounded down by at most 1/8 of its depth, and never by more
+than 2,048 tokens, while 128k tokens need 110 hashes instead of 2,048. Without the cap a long session's last turns would
+be lost between two rungs (``docs/decisions/0006-ladder-steps-are-capped.md``).
 
 A rung's hash is XXH3-64 of the prompt's first ``rung · 256`` bytes: 64 little-endian u32 token ids, or, in text mode,
 256 bytes of UTF-8 standing for 64 tokens. Any client can compute it. With a salt (a tenant, an adapter) the hash
@@ -31,13 +32,19 @@ assert _BLOCK_BYTES == BLOCK_TEXT_BYTES  # one arithmetic serves both modes
 
 MAX_BLOCKS: Final = 1 << 16
 RUNGS_PER_OCTAVE: Final = 8
+MAX_STEP_BLOCKS: Final = 32
+"""How far apart two rungs are at most, in blocks: 2,048 tokens."""
 
 
 def _rung_depths() -> tuple[int, ...]:
     depths = [1]
-    while (following := max(depths[-1] + 1, int(depths[-1] * 2 ** (1 / RUNGS_PER_OCTAVE)))) <= MAX_BLOCKS:
+    while (following := _next_rung(depths[-1])) <= MAX_BLOCKS:
         depths.append(following)
     return tuple(depths)
+
+
+def _next_rung(blocks: int) -> int:
+    return min(max(blocks + 1, int(blocks * 2 ** (1 / RUNGS_PER_OCTAVE))), blocks + MAX_STEP_BLOCKS)
 
 
 RUNGS: Final[tuple[int, ...]] = _rung_depths()

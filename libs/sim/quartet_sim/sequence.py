@@ -189,7 +189,7 @@ class EngineSequence:
     def _rungs_to(self, count: int) -> list[int]:
         """Rung hashes up to number ``count``; those beyond the prompt's sketch are made from the token stream.
 
-        Hashing the stream anew is cheap, because rungs are rare: one in an eighth of the depth.
+        Hashing the stream anew is cheap, because rungs are rare: one in an eighth of the depth, or in 2,048 tokens.
         """
         if self._rungs is None or len(self._rungs) < count:
             self.note_output()

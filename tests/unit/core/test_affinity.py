@@ -13,7 +13,7 @@ from quartet_core.affinity import (
     rows_of,
     slots_within,
 )
-from quartet_core.ladder import Sketch
+from quartet_core.ladder import MAX_STEP_BLOCKS, Sketch, covered_tokens, rungs_within
 from quartet_core.planes import count, slots
 
 # Not st.randoms(): what hypothesis draws may be all zeros, and hashes that are equal are no hashes.
@@ -258,6 +258,21 @@ def test_with_few_probes_depths_are_rounded_down_and_never_up(rng, depth, worker
     placed = {slot: index for index, plane in groups for slot in slots(plane)}
     assert set(placed) == {slot for slot, index in depths.items() if index >= 0}
     assert all(index <= depths[slot] for slot, index in placed.items())
+
+
+@settings(deadline=None, max_examples=40)
+@given(SEEDED, st.integers(64, 400_000), st.sampled_from([8, 24]))
+def test_with_a_grain_depths_are_rounded_down_by_less_than_a_longest_step_of_the_ladder_and_its_own(rng, tokens, grain):
+    rungs = [rng.getrandbits(64) for _ in range(rungs_within(tokens))]
+    table, depths = fleet(rng, 8, rungs, 1 << 16, 4)
+    groups = table.deepest(Sketch(tuple(rungs), tokens), (1 << 8) - 1, max_probes=1000, grain=grain)
+    placed = {slot: index for index, plane in groups for slot in slots(plane)}
+    longest_step = MAX_STEP_BLOCKS * 64
+    for slot, index in depths.items():
+        lost = covered_tokens(index) - covered_tokens(placed.get(slot, -1))
+        assert 0 <= lost < min(tokens / grain, longest_step) + longest_step
+        if tokens >= grain * longest_step + longest_step and covered_tokens(index) >= 24_000:
+            assert lost == 0  # there the ladder is no finer than the look
 
 
 def test_no_rungs_no_candidates_and_the_dead_give_no_groups():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from affinity_index import ExactIndex, Prompt, RoundedIndex
-from affinity_quality import RIVALS, fleet, mooncake, shared_prompt
+from affinity_quality import RIVALS, fleet, mooncake, sessions, shared_prompt
 from affinity_replay import replay
 from affinity_server import PrefixCache
 from hypothesis import given
@@ -39,6 +39,15 @@ def test_looking_at_fewer_rungs_costs_nothing_that_can_be_seen(conversations):
     table, every_probe = by_index.rivals["table"], by_index.rivals["every probe"]
     assert table.found_tokens >= 0.998 * every_probe.found_tokens
     assert table.ttft_ms == pytest.approx(every_probe.ttft_ms, rel=0.002)
+
+
+def test_a_long_sessions_last_turns_are_not_lost_between_two_rungs():
+    workload, arrivals_of = sessions()
+    outcome = replay(workload, arrivals_of(1, 16)[:1500], fleet(16), exact=True, rivals=RIVALS)
+    exact, table, uncapped = outcome.chosen, outcome.rivals["table"], outcome.rivals["steps uncapped"]
+    assert table.found_tokens >= 0.999 * exact.found_tokens
+    assert table.ttft_ms == pytest.approx(exact.ttft_ms, rel=0.0025)
+    assert uncapped.ttft_ms > 1.005 * exact.ttft_ms  # or these sessions could not tell one ladder from the other
 
 
 def test_hardly_ever_is_a_worker_told_to_hold_more_than_it_does(conversations):

@@ -1,4 +1,5 @@
 from array import array
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from xxhash import xxh3_64_intdigest
 from quartet_core.ladder import (
     BLOCK_TOKENS,
     MAX_BLOCKS,
+    MAX_STEP_BLOCKS,
     RUNGS,
     Ladder,
     Sketch,
@@ -26,18 +28,26 @@ def ids(count, seed=0):
     return [(seed * 7919 + i * 2654435761) % 150_000 for i in range(count)]
 
 
-def test_rungs_stand_eight_to_the_octave():
+def test_rungs_stand_eight_to_the_octave_and_then_at_equal_steps():
     assert RUNGS[:12] == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
-    assert list(RUNGS) == sorted(set(RUNGS))
-    assert RUNGS[-1] <= MAX_BLOCKS < RUNGS[-1] * 2 ** (1 / 8) + 1
-    assert rungs_within(128 * 1024) == 77
+    assert RUNGS[53:60] == (262, 285, 310, 338, 368, 400, 432)
+    steps = [deeper - rung for rung, deeper in pairwise(RUNGS)]
+    assert steps == sorted(steps)
+    assert steps[0] == 1
+    assert set(steps[57:]) == {MAX_STEP_BLOCKS} == {32}
+    assert RUNGS[-1] <= MAX_BLOCKS < RUNGS[-1] + MAX_STEP_BLOCKS
+
+
+@pytest.mark.parametrize(("tokens", "rungs"), [(4_096, 37), (32_768, 62), (131_072, 110), (262_144, 174)])
+def test_how_many_hashes_a_prompt_takes(tokens, rungs):
+    assert rungs_within(tokens) == rungs
 
 
 @given(st.integers(BLOCK_TOKENS, MAX_BLOCKS * BLOCK_TOKENS))
-def test_a_match_is_rounded_down_by_an_eighth_or_a_block_at_most(tokens):
+def test_a_match_is_rounded_down_by_an_eighth_or_a_block_and_by_2048_tokens_at_most(tokens):
     covered = covered_tokens(rungs_within(tokens) - 1)
     assert covered <= tokens
-    assert tokens - covered < max(tokens / 8 + BLOCK_TOKENS, BLOCK_TOKENS)
+    assert tokens - covered < min(tokens / 8 + BLOCK_TOKENS, 2_048)
 
 
 def test_without_a_rung_nothing_is_covered():
@@ -145,6 +155,11 @@ def test_a_sketch_survives_its_header(count, seed):
     assert decode_sketch(encode_sketch(sketch)) == sketch
 
 
+def test_the_sketch_of_the_longest_ladder_fits_its_header():
+    sketch = Sketch(tuple(range(len(RUNGS))), MAX_BLOCKS * BLOCK_TOKENS)
+    assert decode_sketch(encode_sketch(sketch)) == sketch
+
+
 @given(st.text(max_size=200))
 def test_a_header_that_is_no_sketch_is_refused_with_a_value_error(text):
     with pytest.raises(ValueError, match="a sketch"):
@@ -157,7 +172,7 @@ def test_a_header_that_is_no_sketch_is_refused_with_a_value_error(text):
         ("", "8-byte"),
         ("AAAA", "8-byte"),
         ("!!!!", "base64"),
-        ("A" * 5000, "characters"),
+        ("A" * 22_352, "characters"),
         (encode_sketch(Sketch((1, 2), 64)), "has 1 rungs"),
         (encode_sketch(Sketch((), 64)), "has 1 rungs"),
     ],
