@@ -11,12 +11,16 @@ from quartet_bus import logs
 from quartet_bus.config.schema import NatsSection
 from quartet_bus.server import NatsServer
 
-NATS_IMAGE = "nats:2.11-alpine"
+NATS_IMAGE = "nats:2.12-alpine"
+NATS_CONFIG = Path(__file__).parents[1] / "deploy" / "nats" / "nats.conf"
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _quiet_logs() -> None:
-    """As in a process: JSON on standard error, so that a failing test shows it and nothing else does."""
+@pytest.fixture(autouse=True)
+def _quiet_logs() -> Iterator[None]:
+    """As in a process: JSON on standard error, so that a failing test shows it and nothing else does. Set anew around
+    each test: one that captures standard error leaves a stream behind that is closed by then."""
+    logs.configure("warning", service="tests", instance="tests")
+    yield
     logs.configure("warning", service="tests", instance="tests")
 
 
@@ -60,7 +64,8 @@ def _container() -> Iterator[str]:
 
     container = (
         DockerContainer(NATS_IMAGE)
-        .with_command("-js")
+        .with_command("-c /etc/nats/nats.conf")
+        .with_volume_mapping(str(NATS_CONFIG), "/etc/nats/nats.conf", "ro")
         .with_exposed_ports(4222)
         .waiting_for(LogMessageWaitStrategy("Server is ready"))
     )
