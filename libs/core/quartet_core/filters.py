@@ -13,8 +13,8 @@ from quartet_core.word import BATCH, FREE_KV, QUEUE, free_kv_level_for
 
 _GRAIN, _MAX_PROBES = 24, 14
 """Cached depths are told apart to 1/24 of the prompt, of prompts above 49k tokens to the ladder's longest step, with at
-most so many probes. On the session trace (``docs/affinity.md``) what is then decided is what a look at every rung would
-have decided; with 10 probes some choices at 32 workers differ, with 12 or more none."""
+most so many probes. On the session trace what is then decided is what a look at every rung would have decided
+(``docs/affinity.md``, column "looking at every rung")."""
 
 
 class Filters:

@@ -47,8 +47,7 @@ class Routing:
 
     ``policies`` by name; ``policy`` is the one in use. ``freed`` collects models of which a worker became able to take
     held work (accepting, with no more ahead of it than its kind keeps) since the caller last cleared it: the only
-    change that can end a hold early. ``begin`` is the replica's
-    own number, see ``View``.
+    change that can end a hold early. ``begin`` is the replica's own number, see ``View``.
     """
 
     def __init__(
@@ -153,6 +152,13 @@ class Routing:
     def choose_policy(self, name: str) -> None:
         """Decide by another policy from now on. Raises ``UnknownPolicy``; then the old one stays."""
         self.policy = self.known(name)
+
+    def known(self, name: str) -> Policy:
+        """The policy of that name. Raises ``UnknownPolicy``."""
+        policy = self._policies.get(name)
+        if policy is None:
+            raise UnknownPolicy(name, self.policy_names)
+        return policy
 
     @property
     def policy_names(self) -> list[str]:
@@ -311,10 +317,3 @@ class Routing:
 
     def _drift(self, slot: int) -> float:
         return min(drift_ratio(self.fleet.drift(slot)), _UNUSABLE_DRIFT)
-
-    def known(self, name: str) -> Policy:
-        """The policy of that name. Raises ``UnknownPolicy``."""
-        policy = self._policies.get(name)
-        if policy is None:
-            raise UnknownPolicy(name, self.policy_names)
-        return policy

@@ -154,9 +154,8 @@ class Desk:
             if decision.plan is None and flight.dispatch.try_ and self._router.split:
                 ask.plans_split = self._routing.links.live(now_ms)
                 decision = self._routing.decide(ask)
-        except (
-            Exception
-        ) as error:  # a policy may be anybody's code: its fault must not leave a request without an answer
+        # A policy may be anybody's code: its fault must not leave a request without an answer.
+        except Exception as error:
             self._figures.policy_failures.inc()
             if self._may_log():
                 self._service.log.exception("policy failed", policy=self._routing.policy.name, exc_info=error)
