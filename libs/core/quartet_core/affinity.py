@@ -10,6 +10,7 @@ that grew with the fleet, a digit at a time, left twice their size behind in the
 """
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Final
@@ -26,6 +27,12 @@ _FIRST_DIGITS: Final = 34
 
 _SURE_AMONG: Final = 8
 """Of so few workers, none seems by chance to hold a rung: the rung above need not be looked at."""
+
+_CROWD: Final = 8
+"""More workers than this with one prefix are a crowd: they share a system prompt, and so will the next prompt's crowd.
+To begin the search where the last one ended saves looks, each of them at memory that nobody has touched lately."""
+
+_MOST_CROWDS: Final = 1024
 
 _INT_BYTES: Final = 24 + 16  # header of an int, and what the allocator's 16-byte steps may add
 _DIGIT_BYTES: Final = 4
@@ -161,6 +168,7 @@ class AffinityTable:
     __slots__ = (
         "_affinity_bytes",
         "_applying",
+        "_crowds",
         "_cursor",
         "_k",
         "_pending",
@@ -197,6 +205,7 @@ class AffinityTable:
         self._sweeping = 0  # dirty slots that the pass under way takes out
         self._cursor = 0  # the row that the pass has come to
         self._pending: dict[int, set[int]] = {}  # rows that a dirty slot gets once it is swept
+        self._crowds: dict[int, int] = {}  # first rung → the deepest that the many workers with that prompt hold
         self._applying = 0  # dirty slots that are swept, and are getting their pending rows
 
     def turn_on(self, slot: int, rows: Iterable[int]) -> None:
@@ -320,6 +329,7 @@ class AffinityTable:
         if not rungs or not (left := among(left, 0)):
             return []
         probes_left = max_probes - 1
+        crowd = bisect_right(looked_at, self._crowds.get(rungs[0], -1)) - 1
         groups: list[tuple[int, int]] = []
         # Rungs known to be held, deepest last. Each plane has all workers of ``left`` that hold its rung and the ones
         # before it, which is why a plane, once left has no part in it, shows that nobody is left there or beyond.
@@ -330,7 +340,11 @@ class AffinityTable:
                 beyond = held.pop()[0]
             low = held[-1][0]
             while beyond - low > 1 and probes_left > 0:
-                middle = (low + beyond) >> 1
+                # Few hold more than the crowd does, so first just beyond its end, then there; else halfway.
+                if low <= crowd < beyond - 1:
+                    middle = crowd + 1
+                else:
+                    middle = crowd if low < crowd < beyond else (low + beyond) >> 1
                 probes_left -= 1
                 if deeper := among(found, middle):
                     low, found = middle, deeper
@@ -346,9 +360,16 @@ class AffinityTable:
                     continue
                 found = sure
             groups.append((looked_at[low], found))
+            if found.bit_count() > _CROWD and low != crowd:
+                self._learn_crowd(rungs[0], looked_at[low])
             left ^= found
             beyond = low
         return groups
+
+    def _learn_crowd(self, first_rung: int, end: int) -> None:
+        if len(self._crowds) >= _MOST_CROWDS:
+            self._crowds.clear()
+        self._crowds[first_rung] = end
 
     def _checked(self, slot: int, rows: Iterable[int]) -> list[int]:
         if slot >= self.capacity:

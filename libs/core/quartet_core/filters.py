@@ -9,7 +9,7 @@ from quartet_core.affinity import AffinityTable
 from quartet_core.fleet import Fleet
 from quartet_core.ladder import covered_tokens
 from quartet_core.plan import Ask, Candidates, Reason
-from quartet_core.word import BATCH, FREE_KV, QUEUE, free_kv_level_for
+from quartet_core.word import BATCH, QUEUE, free_kv_level_for
 
 _GRAIN, _MAX_PROBES = 24, 14
 """Cached depths are told apart to 1/24 of the prompt, of prompts above 49k tokens to the ladder's longest step, with at
@@ -28,6 +28,8 @@ class Filters:
         self._fleet = fleet
         self._affinity = affinity
         self._long_prompt_tokens = long_prompt_tokens
+        self._queues = fleet.planes.levels(QUEUE.name)
+        self._batches = fleet.planes.levels(BATCH.name)
 
     def candidates(self, ask: Ask) -> Candidates | Reason:
         """The workers left for ``ask``, or the reason why there are none."""
@@ -41,19 +43,17 @@ class Filters:
         prompt_tokens = ask.prompt_tokens
         whole_tokens = prompt_tokens + ask.max_tokens
         needed_tokens = prompt_tokens + (ask.most_tokens or ask.output_tokens)
-        free_levels = fleet.planes.levels(FREE_KV.name)
+        less_free_kv = fleet.planes.less_free_kv
         # A worker with nothing to do is not full, whatever its last step said: only work makes it say anything new.
-        idle = fleet.planes.levels(QUEUE.name)[0] & fleet.planes.levels(BATCH.name)[0]
+        idle = self._queues[0] & self._batches[0]
         fits = roomy = long_context = 0
         for kind in fleet.kinds_of[ask.model]:
             plane = kind.plane & alive
             if not plane or whole_tokens > kind.max_context or whole_tokens > kind.kv_tokens:
                 continue
             fits |= plane
-            roomy_level = free_kv_level_for(min(needed_tokens / kind.kv_tokens, 1.0))
-            short = 0  # workers below the level that surely has room
-            for there in free_levels[:roomy_level]:
-                short |= there
+            # Workers below the level that surely has room.
+            short = less_free_kv[free_kv_level_for(min(needed_tokens / kind.kv_tokens, 1.0))]
             short ^= short & idle
             roomy |= plane ^ (plane & short)  # not ``& ~short``: CPython takes thrice as long with a negative number
             if kind.long_context:

@@ -137,6 +137,9 @@ class Fleet:
         self.workers: list[Worker | None] = []
         self.kinds: list[Kind] = []
         self.planes = FleetPlanes()
+        self._accepting = self.planes.levels("accepting")
+        self._faulty = self.planes.levels("fault")
+        self._drifts = self.planes.levels(DRIFT.name)
         self.serving: dict[str, int] = {}
         """Model or adapter name → plane of the workers that serve it."""
         self.kinds_of: dict[str, list[Kind]] = {}
@@ -264,9 +267,8 @@ class Fleet:
     @property
     def accepting(self) -> int:
         """Workers that take work: accepting, without an engine fault, and not so slow that no plan survives."""
-        levels = self.planes.levels
-        sound = levels("accepting")[1] & levels("fault")[0]
-        return sound ^ (sound & levels("drift")[DRIFT_UNUSABLE_LEVEL])
+        sound = self._accepting[1] & self._faulty[0]
+        return sound ^ (sound & self._drifts[DRIFT_UNUSABLE_LEVEL])
 
     @property
     def strained(self) -> int:

@@ -13,9 +13,10 @@ from typing import Final
 
 from quartet_core.fleet import Kind
 from quartet_core.ledger import Belief
-from quartet_core.word import queue_level
+from quartet_core.word import queue_bounds_ms, queue_level
 
 _LEVELS: Final = 64
+_LEAST_WAIT_MS: Final = tuple(queue_bounds_ms(level)[0] for level in range(_LEVELS))
 _BURDEN_FLOOR: Final = 0.02
 _BURDEN_STEPS: Final = 6.0  # per octave: one level is 12 %, 64 levels reach 0.02 to 32 times the target
 
@@ -111,45 +112,38 @@ class Cells:
         else:
             del self._rows[place]
 
-    def staircase(self, mask: int, *, beside: int = 0, last_wait_level: int = _LEVELS) -> list[tuple[int, int]]:
-        """The cells of ``mask`` that no other dominates: (wait level, plane), shortest wait first, burden falling.
+    def staircase(self, mask: int, *, beside: int = 0) -> Iterator[tuple[float, int]]:
+        """The cells of ``mask`` that no other dominates, shortest wait first, burden falling: (the least wait in ms
+        that its level stands for, plane).
 
-        Workers in ``beside`` dominate too, and are not returned. Waits above ``last_wait_level`` are not looked at.
+        Workers in ``beside`` dominate too, and are not given. A cell is looked up when it is asked for.
         """
         everybody = mask | beside
-        lightest = self._lightest(everybody)
-        below = _LEVELS
-        found = []
+        below, lowest = _LEVELS, self._lowest
         for wait_level, least, row in self._rows:
             if least >= below:
                 continue
-            if wait_level > last_wait_level:
-                break
             for burden_level, plane in row:
                 if burden_level >= below:
                     break
                 if plane & everybody:
                     below = burden_level
                     if part := plane & mask:
-                        found.append((wait_level, part))
+                        yield _LEAST_WAIT_MS[wait_level], part
                     break
-            if below <= lightest:
+            if below <= lowest:
                 break
-        return found
+
+    @property
+    def lightest(self) -> int:
+        """The plane of the workers with the least burden, whatever their wait; empty if there are none."""
+        return self._of_burden[self._lowest] if self._lowest < _LEVELS else 0
 
     def by_burden(self, mask: int) -> Iterator[int]:
         """The planes of ``mask`` by rising burden, whatever their wait: for work that does not queue for prefill."""
         for whole in self._of_burden:
             if plane := whole & mask:
                 yield plane
-
-    def _lightest(self, mask: int) -> int:
-        """The least burden level of ``mask``."""
-        of_burden = self._of_burden
-        for level in range(self._lowest, _LEVELS):
-            if of_burden[level] & mask:
-                return level
-        return _LEVELS
 
 
 class LoadBoard:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from typing import Final
 
-from quartet_core.word import FIELDS, STATE_MASK
+from quartet_core.word import FIELDS, FREE_KV, STATE_MASK
 
 _CHUNK_BITS: Final = 64
 
@@ -19,7 +19,7 @@ class FleetPlanes:
     Invariant: for each field, every occupied slot has its bit in exactly one level's plane.
     """
 
-    __slots__ = ("_fields", "_levels", "_words", "occupied")
+    __slots__ = ("_fields", "_levels", "_words", "less_free_kv", "occupied")
 
     def __init__(self) -> None:
         self.occupied = 0
@@ -28,6 +28,8 @@ class FleetPlanes:
         self._levels: dict[str, list[int]] = {field.name: [0] * field.levels for field in FIELDS}
         # One tuple per field: a lookup of attributes per field and update would cost more than the update.
         self._fields = tuple((field.mask, field.shift, self._levels[field.name]) for field in FIELDS)
+        self.less_free_kv = [0] * (FREE_KV.levels + 1)
+        """Per level of free KV: the plane of the workers that are below it. Every decision asks for one of these."""
 
     def set(self, slot: int, word: int) -> bool:
         """Take ``word`` as the state of ``slot``; return whether any decision could change by it.
@@ -43,12 +45,15 @@ class FleetPlanes:
             self.occupied |= bit
             for mask, shift, planes in self._fields:
                 planes[(word & mask) >> shift] |= bit
+            self._move_free_kv(bit, FREE_KV.of(word), FREE_KV.levels)
         else:
             changed = before ^ word
             for mask, shift, planes in self._fields:
                 if changed & mask:
                     planes[(before & mask) >> shift] ^= bit
                     planes[(word & mask) >> shift] |= bit
+            if changed & FREE_KV.mask:
+                self._move_free_kv(bit, FREE_KV.of(before), FREE_KV.of(word))
         self._words[slot] = word
         return True
 
@@ -61,6 +66,12 @@ class FleetPlanes:
         self.occupied ^= bit
         for mask, shift, planes in self._fields:
             planes[(word & mask) >> shift] ^= bit
+        self._move_free_kv(bit, FREE_KV.of(word), FREE_KV.levels)
+
+    def _move_free_kv(self, bit: int, before: int, after: int) -> None:
+        """A worker's free KV went from one level to another; ``FREE_KV.levels`` stands for no worker."""
+        for level in range(min(before, after) + 1, max(before, after) + 1):
+            self.less_free_kv[level] ^= bit
 
     def word(self, slot: int) -> int | None:
         """The state bits of ``slot``, or None if it is empty."""

@@ -233,6 +233,18 @@ def test_deepest_is_what_a_look_at_every_worker_and_rung_would_say(rng, depth, w
 
 
 @settings(deadline=None)
+@given(SEEDED, st.integers(1, 80), st.integers(10, 60), st.lists(st.integers(0, 2**60 - 1), max_size=6))
+def test_where_earlier_prompts_crowd_ended_changes_the_looks_and_not_the_answer(rng, depth, workers, masks):
+    rungs = [rng.getrandbits(64) for _ in range(depth)]
+    table, depths = fleet(rng, workers, rungs, 1 << 16, 4)
+    for mask in masks:
+        shared = rng.randint(1, depth)  # another prompt that begins alike, and teaches the table its own crowd's end
+        other = rungs[:shared] + [rng.getrandbits(64) for _ in range(rng.randint(0, 40))]
+        table.deepest(Sketch(tuple(other), len(other) * 64), mask, max_probes=1000)
+        assert table.deepest(Sketch(tuple(rungs), depth * 64), mask, max_probes=1000) == by_depth(depths, mask)
+
+
+@settings(deadline=None)
 @given(SEEDED, st.integers(1, 80), st.integers(1, 30), st.integers(1, 20))
 def test_however_crowded_the_filter_nobody_is_placed_twice_or_above_what_it_holds(rng, depth, workers, noise):
     rungs = [rng.getrandbits(64) for _ in range(depth)]

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet_core.planes import FleetPlanes, count, slots
-from quartet_core.word import FIELDS, STATE_MASK, WORD_MASK
+from quartet_core.word import FIELDS, FREE_KV, STATE_MASK, WORD_MASK
 
 HISTORY = st.lists(st.tuples(st.integers(0, 90), st.none() | st.integers(0, WORD_MASK)), max_size=60)
 
@@ -32,6 +32,14 @@ def test_planes_answer_as_a_scan_of_all_words_would(history):
             at_most = {slot for slot, word in words.items() if field.of(word) <= level}
             assert set(slots(planes.level(field.name, level))) == at
             assert set(slots(planes.at_most(field.name, level))) == at_most
+
+
+@given(HISTORY)
+def test_whoever_has_less_free_kv_than_a_level_is_known_without_looking_at_the_lower_ones(history):
+    planes, words = replay(history)
+    for level in range(FREE_KV.levels + 1):
+        below = {slot for slot, word in words.items() if FREE_KV.of(word) < level}
+        assert set(slots(planes.less_free_kv[level])) == below
 
 
 @given(HISTORY, st.integers(0, 2**91 - 1))

@@ -12,12 +12,12 @@ it.
 """
 
 from collections.abc import Callable
+from itertools import islice
 
 from quartet_core.fleet import Worker
 from quartet_core.load import Load
 from quartet_core.plan import Ask, Candidates, Plan
 from quartet_core.policy.base import View, lateness
-from quartet_core.word import queue_level
 
 FETCH_TOKENS = 1024
 """How much deeper than the best plan's own cache a prefix must be: below it there is little to gain (some 15 ms on an
@@ -81,7 +81,9 @@ def _fetched_from(
         spare_ms = bound * ask.ttft_ms - ask.waited_ms - undisturbed
         if spare_ms < lend_ms:
             continue
-        for _, cell in board.cells(kind).staircase(mask, last_wait_level=queue_level(spare_ms))[:_CELLS]:
+        for least_wait_ms, cell in islice(board.cells(kind).staircase(mask), _CELLS):
+            if least_wait_ms > spare_ms:
+                break
             slot = spread(cell, _FETCHES - kind.index)
             load = board.loads[slot]
             prefill_ms = load.drift * undisturbed

@@ -13,6 +13,7 @@ code and long-context traces; the harm term is what pays.)
 """
 
 import math
+from collections.abc import Iterable
 from itertools import islice
 from typing import ClassVar
 
@@ -20,7 +21,6 @@ from quartet_core.fleet import Kind
 from quartet_core.plan import Ask, Candidates, Decision, Plan, Reason
 from quartet_core.policy.base import LESSER, Policy, lateness
 from quartet_core.policy.fetching import best_fetch
-from quartet_core.word import queue_level
 
 _DECODERS = 3
 """Cells of decode workers of a kind that a split looks at, from the least burdened on."""
@@ -76,34 +76,37 @@ class FinishTime(Policy):
         rest = whole if firsts is None else whole | candidates.prefill
         weighed = 0  # workers that hold more of the prompt than the ones now looked at
         least, best, best_cached, best_turn = math.inf, 0, 0, 0
-        kinds = self.view.fleet.kinds_of[ask.model]
+        kinds = [
+            (kind, of_kind, *self._least_burden(ask, of_kind.lightest, firsts is None))
+            for kind in self.view.fleet.kinds_of[ask.model]
+            if (of_kind := board.cells(kind)).lightest
+        ]
         for cached, holders in (*candidates.holders, (0, rest)):
             plane = holders & rest
             if not plane:
                 continue
             rest ^= plane
             uncached = ask.prompt_tokens - cached
-            alone = not plane & (plane - 1)
-            parts = (
-                ((loads[plane.bit_length() - 1].kind, plane),)
-                if alone
-                else [(kind, mask) for kind in kinds if (mask := kind.plane & plane)]
-            )
-            for kind, mask in parts:
+            for kind, of_kind, once, each in kinds:
+                mask = kind.plane & plane
+                if not mask:
+                    continue
                 undisturbed = kind.profile.prefill_ms(cached, uncached)
-                spare_ms = least * ttft - waited - undisturbed
-                if alone:
-                    cells = [(0, mask)]
-                elif firsts is not None:
-                    cells = board.cells(kind).staircase(mask)
-                elif spare_ms < 0.0:
+                # How long one of them may let it wait and still be better than the best so far.
+                fixed = once + each * undisturbed
+                spare_ms = (least - fixed) * ttft - waited - undisturbed
+                if spare_ms < 0.0:
                     continue  # not even the idlest of them could be the best
+                cells: Iterable[tuple[float, int]]
+                if not mask & (mask - 1):
+                    cells = ((0.0, mask),)
                 else:
-                    # Who holds more, waits no longer and is no dearer is better than they are, whatever the request.
-                    cells = board.cells(kind).staircase(
-                        mask, beside=kind.plane & weighed, last_wait_level=queue_level(spare_ms)
-                    )
-                for _, cell in cells:
+                    # Who holds more, waits no longer and is no dearer is better than they are, whatever the request;
+                    # but as the place for a prefill alone, the way from there counts too.
+                    cells = of_kind.staircase(mask, beside=kind.plane & weighed if firsts is None else 0)
+                for least_wait_ms, cell in cells:
+                    if least_wait_ms > spare_ms:
+                        break
                     slot = cell.bit_length() - 1
                     if firsts is not None:
                         slot = self.spread(cell, kind.index)
@@ -125,10 +128,18 @@ class FinishTime(Policy):
                     cost = (early + LESSER * often if early > often else often + LESSER * early) + both
                     if cost < least:
                         least, best, best_cached, best_turn = cost, cell, cached, kind.index
+                        spare_ms = (least - fixed) * ttft - waited - undisturbed
             weighed |= plane
         if not best & (best - 1):
             return least, best.bit_length() - 1, best_cached
         return least, self.spread(best, best_turn), best_cached
+
+    def _least_burden(self, ask: Ask, lightest: int, whole: bool) -> tuple[float, float]:
+        """What J has at least on workers of a kind besides the part of its first token: what the ``lightest`` of them
+        have of it (once, for each ms of prefill). On those that only prefill, tokens cost nothing."""
+        load, kappa = self.view.board.loads[lightest.bit_length() - 1], self.view.kappa
+        once = kappa * load.harm + LESSER * load.tpot_ms / ask.tpot_ms if whole else 0.0
+        return once, kappa * load.crowd / ask.output_tokens
 
     def _best_split(self, ask: Ask, candidates: Candidates, firsts: list[_First], bound: float) -> Plan | None:
         """The best pair that costs less than ``bound``."""
