@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from quartet_core import word as w
 
-Key = tuple[str, str, int, str, int]
-"""(tenant, request id, attempt, worker, incarnation)."""
+Key = tuple[str, str, int, int, str, int]
+"""(tenant, request id, attempt, try, worker, incarnation): a worker may have a part in more than one try."""
 
 PHI_WINDOW_MS = 2000.0
 """Over how long the share of busy time spent in prefill is taken; 0.5 to 30 s differ by 1 % of goodput at most."""

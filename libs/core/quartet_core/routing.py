@@ -117,6 +117,8 @@ class Routing:
         """Have ``policy`` choose. Of a fleet of halves it gets pairs if it can plan them; without any pair that will
         do, one half does all, if the configuration says so, and is counted."""
         if candidates.whole:
+            if ask.whole_first:
+                candidates.prefill = 0  # no place for a first half alone
             return policy.choose(ask, candidates)
         if policy.splits and ask.plans_split and candidates.prefill and candidates.decode:
             decision = policy.choose(ask, candidates)

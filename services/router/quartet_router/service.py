@@ -227,7 +227,7 @@ class RouterService(Service):
     def _on_event(self, event: RequestEvent) -> None:
         now_ms = self._desk.now_ms()
         stream = event.stream
-        key = (event.tenant, stream.id, stream.attempt, event.worker, event.incarnation)
+        key = (event.tenant, stream.id, stream.attempt, stream.try_, event.worker, event.incarnation)
         flight = self._flights.get((event.tenant, stream.id, stream.attempt))
         if event.phase is Phase.ACCEPTED:
             self.routing.accepted(key, event.beat, now_ms)
@@ -258,7 +258,8 @@ class RouterService(Service):
             elif event.status == "error" and counts(event.code) and event.reason != "too_large":
                 self._desk.worker_failed(event.worker)
             if flight is not None:
-                self._desk.act(flight, flight.dispatch.ended(event.worker, stream.try_))
+                failure = event.reason or "error" if event.status == "error" else ""
+                self._desk.act(flight, flight.dispatch.ended(event.worker, stream.try_, failure))
         self._desk.review_soon()
 
     def _worked(self, worker: str) -> None:
@@ -272,7 +273,8 @@ class RouterService(Service):
                 self._desk.echoed(note)
             return
         now_ms = self._desk.now_ms()
-        key = (note.tenant, note.stream.id, note.stream.attempt, note.worker, note.incarnation)
+        stream = note.stream
+        key = (note.tenant, stream.id, stream.attempt, stream.try_, note.worker, note.incarnation)
         if note.action is LedgerAction.ENDED:
             self.routing.ended(key, 0, now_ms)
             return
