@@ -28,8 +28,9 @@ async def pair(failing, *, requests=1, **router):
     nodes = (node("p", "prefill"), node("d", "decode"))
     async with VirtualFleet(3, nodes=nodes, router={"long_prompt_tokens": 1 << 20, **router}) as fleet:
         events = []
+        decode = msgspec.msgpack.Decoder(RequestEvent).decode
         await fleet.buses["client"].subscribe(
-            subjects.request_events().subject, lambda m: events.append(msgspec.msgpack.decode(m.data, type=RequestEvent))
+            subjects.request_events().subject, lambda message: events.append(decode(message.data))
         )
         await asyncio.sleep(1.0)
         find, left = fleet._network.find, [failing]

@@ -126,16 +126,19 @@ class Desk:
         if flight.deadline_at_ms and now_ms >= flight.deadline_at_ms:
             self.fail(flight, openai.late())
             return
-        decision = self._decision(flight, now_ms)
+        decision, took_us = self._decision(flight, now_ms)
         hold = decision.hold or decision.reason is Reason.ALL_BUSY
         overtakes = behind_others and not hold and decision.plan is not None and self._claimed(decision.plan.prefill)
         if (hold or overtakes) and self._may_hold(flight, now_ms) and self._hold(flight, decision.plan):
             if overtakes:
                 self._review(flight.model)
-            return
-        self._follow(flight, decision)
+        else:
+            self._follow(flight, decision)
+        self._account(flight, decision, took_us, now_ms)
 
-    def _decision(self, flight: Flight, now_ms: float) -> Decision:
+    def _decision(self, flight: Flight, now_ms: float) -> tuple[Decision, float]:
+        """The decision, and how many us of the process's clock it took. Whoever asks for it acts on it first, and has
+        it accounted for then: nothing of that is on a request's way."""
         ask = flight.ask
         ask.waited_ms = now_ms - flight.arrived_ms
         moves = self._routing.links.live(now_ms)
@@ -158,13 +161,16 @@ class Desk:
             if self._may_log():
                 self._service.log.exception("policy failed", policy=self._routing.policy.name, exc_info=error)
             decision = Decision(reason=Reason.POLICY_FAILED)
-        self._figures.decided(started_ns)
+        took_us = (time.perf_counter_ns() - started_ns) / 1e3
         if self.dry_run.policy and flight.decision is None:
             self.dry_run.note(ask, decision)
         flight.decision = decision
-        self._figures.decisions.labels(decision.reason.value).inc()
+        return decision, took_us
+
+    def _account(self, flight: Flight, decision: Decision, took_us: float, now_ms: float) -> None:
+        """Count a decision, and keep it to be explained."""
+        self._figures.decided(decision.reason, took_us)
         self._explanations.note(flight, decision, self._routing.policy.name, now_ms)
-        return decision
 
     def _gives_up_splitting(self, flight: Flight) -> bool:
         """Whether KV did not arrive and this is the last try: then rather one half does all, where that is allowed."""
@@ -219,7 +225,9 @@ class Desk:
             if flight.deadline_at_ms and now_ms >= flight.deadline_at_ms:
                 self.fail(flight, openai.late())
             else:
-                self._follow(flight, self._decision(flight, now_ms))
+                decision, took_us = self._decision(flight, now_ms)
+                self._follow(flight, decision)
+                self._account(flight, decision, took_us, now_ms)
 
     def say_alive(self) -> None:
         """Four times a second: tell clients whose requests wait that they do, if they were not told for a while."""
@@ -308,7 +316,7 @@ class Desk:
             if flight is None:
                 continue
             now_ms = self.now_ms()
-            decision = self._decision(flight, now_ms)
+            decision, took_us = self._decision(flight, now_ms)
             plan = decision.plan
             claimed = plan is not None and plan.prefill in waited_for
             if (
@@ -316,12 +324,14 @@ class Desk:
                 and self._may_hold(flight, now_ms)
                 and self._hold(flight, plan)
             ):
+                self._account(flight, decision, took_us, now_ms)
                 if plan is None:
                     return
                 waited_for.add(plan.prefill)
             else:
                 sent = True
                 self._follow(flight, decision)
+                self._account(flight, decision, took_us, now_ms)
         if sent and not waited_for and self.holds.first(model, 1):
             # All that were looked at left, and workers may have room for more of them.
             self._routing.freed[model] = None
@@ -341,11 +351,12 @@ class Desk:
             flight.transfer = f"{self._life}-{self._transfers}"
         say = self._service.say
         try:
-            say(subjects.worker_run(target.worker), orders.run(flight, plan, target, giver, router, now_ms))
+            run = orders.run(flight, plan, target, giver, router, now_ms)
+            say(subjects.worker_run(target.worker), run, urgent=giver is None)
             if giver is not None:
                 order = orders.prefill(flight, plan, target, giver, router, now_ms)
                 say(subjects.worker_prefill(giver.worker), order)
-                say(subjects.kv_plan(), orders.transfer(flight, plan, target, giver, router, now_ms))
+                say(subjects.kv_plan(), orders.transfer(flight, plan, target, giver, router, now_ms), urgent=True)
         except PayloadTooLarge as error:
             self.fail(flight, openai.too_large(error.size_bytes, error.limit_bytes))
             return
