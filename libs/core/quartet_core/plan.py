@@ -91,8 +91,8 @@ class Plan(Struct):
         return self.prefill != self.decode
 
 
-FILTERS = ("model", "alive", "context", "accepting", "healthy", "free_kv", "long_prompt")
-"""The hard filters, in their order."""
+FILTERS = ("model", "alive", "context", "accepting", "healthy", "free_kv", "long_prompt", "contained")
+"""The hard filters, in their order. The last one is said only of long prefills that it kept to some of the workers."""
 
 
 class Candidates(Struct):

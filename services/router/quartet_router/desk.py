@@ -169,7 +169,7 @@ class Desk:
 
     def _account(self, flight: Flight, decision: Decision, took_us: float, now_ms: float) -> None:
         """Count a decision, and keep it to be explained."""
-        self._figures.decided(decision.reason, took_us)
+        self._figures.decided(decision, took_us)
         self._explanations.note(flight, decision, self._routing.policy.name, now_ms)
 
     def _gives_up_splitting(self, flight: Flight) -> bool:

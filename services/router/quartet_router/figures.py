@@ -4,7 +4,7 @@ from array import array
 
 from quartet_bus.metrics import Metrics
 from quartet_core.fleet import Fleet
-from quartet_core.plan import Plan, Reason
+from quartet_core.plan import FILTERS, Decision, Plan
 
 _KEPT = 8192
 
@@ -14,6 +14,9 @@ class Figures:
 
     def __init__(self, metrics: Metrics) -> None:
         self.decisions = metrics.counter("decisions", "Decisions by reason.", ("reason",))
+        self.contained = metrics.counter(
+            "long_prefills_contained", "Decisions that kept a long prefill to workers that have such work already."
+        )
         self.dispatched = metrics.counter(
             "dispatched", "Dispatches by model and hardware class.", ("model", "hardware")
         )
@@ -45,9 +48,11 @@ class Figures:
         self._next = 0
         self._sent = self._split = self._fetched = self._hit = self._held = self._retried = 0
 
-    def decided(self, reason: Reason, took_us: float) -> None:
+    def decided(self, decision: Decision, took_us: float) -> None:
         """Count a decision."""
-        self.decisions.labels(reason.value).inc()
+        self.decisions.labels(decision.reason.value).inc()
+        if len(decision.left) == len(FILTERS):
+            self.contained.inc()
         self.decide_us.observe(took_us)
         if len(self._times_us) < _KEPT:
             self._times_us.append(took_us)

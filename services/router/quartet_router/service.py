@@ -93,6 +93,8 @@ class RouterService(Service):
             affinity_hashes=router.affinity_hashes,
             max_workers=router.max_workers,
             without_prefill_worker=router.split_without_prefill_worker,
+            long_prefill_ms=router.long_prefill_ms,
+            long_prefill_share=router.long_prefill_share,
             begin=random.getrandbits(16),
         )
         self._front: list[Subscription] = []
@@ -114,6 +116,9 @@ class RouterService(Service):
         self.metrics.gauge("held", "Requests held now.").set_function(lambda: len(self._desk.holds))
         self.metrics.gauge("breakers_open", "Workers that rest after failures or a freeze.").set_function(
             lambda: self.routing.breakers.open.bit_count()
+        )
+        self.metrics.gauge("long_prefill_workers", "Workers with a long prefill ahead of them.").set_function(
+            lambda: self.routing.ledger.long.bit_count()
         )
         self.metrics.gauge("ledger_entries", "Entries of the shared ledger.").set_function(
             lambda: len(self.routing.ledger)
