@@ -86,11 +86,9 @@ class Routing:
         self.breakers = Breakers()
         self.links = links
         self._filters = Filters(self.fleet, self.affinity, long_prompt_tokens=long_prompt_tokens)
-        self.containment = (
-            Containment(self.fleet, self.ledger, long_ms=long_prefill_ms, share=long_prefill_share)
-            if contains
-            else None
-        )
+        self._containment: Containment | None = None
+        if contains:
+            self._containment = Containment(self.fleet, self.ledger, long_ms=long_prefill_ms, share=long_prefill_share)
         view = View(self.fleet, self.board, links, kappa=kappa, begin=begin)
         self._policies = {name: make(view) for name, make in policies.items()}
         self.policy = self.known(policy)
@@ -125,8 +123,8 @@ class Routing:
 
     def _candidates(self, ask: Ask) -> Candidates | Reason:
         candidates = self._filters.candidates(ask)
-        if self.containment is not None and not isinstance(candidates, Reason):
-            self.containment.contain(ask, candidates)
+        if self._containment is not None and not isinstance(candidates, Reason):
+            self._containment.contain(ask, candidates)
         return candidates
 
     def _choose(self, policy: Policy, ask: Ask, candidates: Candidates) -> Decision:
