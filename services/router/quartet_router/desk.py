@@ -116,7 +116,7 @@ class Desk:
 
     def fail(self, flight: Flight, error: Refused) -> None:
         """Refuse a flight for a reason of the router's own."""
-        self._figures.rejected.labels(str(error.status)).inc()
+        self._figures.refused(error.status)
         reason = error.body.code or error.body.type
         self._voice.event(flight, Phase.REJECTED, self.now_ms(), reason=reason, code=error.status)
         self.act(flight, flight.dispatch.failed(error))

@@ -31,7 +31,7 @@ class Figures:
         self.held_ms = metrics.histogram(
             "held_ms", "How long requests were held.", buckets=(1, 5, 20, 50, 100, 200, 500, 1000, 2000, 5000)
         )
-        self.rejected = metrics.counter("rejected", "Requests refused by the router, by HTTP status.", ("status",))
+        self._rejected = metrics.counter("rejected", "Requests refused by the router, by HTTP status.", ("status",))
         self.dropped = metrics.counter("dropped", "Messages that cannot be answered, by reason.", ("reason",))
         self.decide_us = metrics.histogram(
             "decide_us", "Time of one decision.", buckets=(5, 10, 20, 40, 60, 100, 200, 500, 1000)
@@ -46,7 +46,7 @@ class Figures:
         )
         self._times_us = array("f")
         self._next = 0
-        self._sent = self._split = self._fetched = self._hit = self._held = self._retried = 0
+        self._sent = self._split = self._fetched = self._hit = self._held = self._retried = self._refused = 0
 
     def decided(self, decision: Decision, took_us: float) -> None:
         """Count a decision."""
@@ -80,6 +80,11 @@ class Figures:
         self._holds.inc()
         self._held += 1
 
+    def refused(self, status: int) -> None:
+        """Count a request that the router refused."""
+        self._rejected.labels(str(status)).inc()
+        self._refused += 1
+
     def retried(self) -> None:
         """Count a further try."""
         self._retries.inc()
@@ -94,6 +99,7 @@ class Figures:
             "affinity_hits": self._hit,
             "holds": self._held,
             "retries": self._retried,
+            "refused": self._refused,
         }
 
     def decision_us(self, quantile: float) -> float:

@@ -208,7 +208,7 @@ class RouterService(Service):
         self._desk.take(flight)
 
     def _refuse(self, inbox: str, request_id: str, attempt: int, error: Refused) -> None:
-        self._figures.rejected.labels(str(error.status)).inc()
+        self._figures.refused(error.status)
         refusal = frames.Error(
             id=request_id, attempt=attempt, try_=1, status=error.status, error=error.body,
             retry_after_s=error.retry_after_s,
