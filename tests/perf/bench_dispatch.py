@@ -8,11 +8,9 @@ all that it hears besides included. Requests ask not to be held: a hold is a wai
 
 import asyncio
 import json
-import random
 import statistics
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -33,37 +31,6 @@ CASES = ((100, 200), (500, 200), (100, 4_096), (500, 4_096))
 RUNS = 3
 SECONDS, WARM_UP_SECONDS = 2.0, 1.0
 BODIES = 256
-PATIENCE_S = 3.0
-"""How long after the last send what has not arrived counts as lost."""
-
-Send = Callable[[str, bytes], None]
-
-
-async def _played(bus: NatsBus, send: Send, bodies: list[bytes], rate: int, seconds: float) -> tuple[list[float], int]:
-    """Send at a rate; return the sorted times (ms) of what arrived, and how many did not."""
-    loop = asyncio.get_running_loop()
-    rng = random.Random(rate)
-    run = f"{time.monotonic_ns():x}"
-    sent_ns: dict[str, int] = {}
-    begin_s = due_s = loop.time()
-    while due_s < begin_s + seconds:
-        due_s += rng.expovariate(rate)
-        await asyncio.sleep(due_s - loop.time())
-        request = f"{run}-{len(sent_ns)}"
-        body = bodies[len(sent_ns) % len(bodies)]
-        sent_ns[request] = time.monotonic_ns()
-        send(request, body)
-    await bus.flush()
-    arrived_ns: dict[str, int] = {}
-    patience_s = loop.time() + PATIENCE_S
-    while not sent_ns.keys() <= arrived_ns.keys() and loop.time() < patience_s:
-        await asyncio.sleep(0.1)
-        answer = await bus.request(wired_peers.ARRIVED, b"", timeout_s=PATIENCE_S)
-        arrived_ns |= msgspec.msgpack.decode(answer.data, type=dict[str, int])
-    times_ms = sorted(
-        (arrived_ns[request] - at_ns) / 1e6 for request, at_ns in sent_ns.items() if request in arrived_ns
-    )
-    return times_ms, len(sent_ns) - len(times_ms)
 
 
 async def _case(bus: NatsBus, router_pid: int, rate: int, prompt_tokens: int) -> dict[str, object]:
@@ -78,18 +45,18 @@ async def _case(bus: NatsBus, router_pid: int, rate: int, prompt_tokens: int) ->
         bus.publish(wired_peers.HOP_1, body, headers={REQUEST_ID: request})
 
     for send in (to_router, to_echo):
-        await _played(bus, send, bodies, rate, WARM_UP_SECONDS)
+        await wired.played(bus, send, bodies, rate, WARM_UP_SECONDS)
     p50s, p99s, bare_p50s, bare_p99s, lost, cpu_us = [], [], [], [], 0, []
     for _ in range(RUNS):
         before_s = wired.cpu_s(router_pid)
-        times_ms, missing = await _played(bus, to_router, bodies, rate, SECONDS)
+        times_ms, missing = await wired.played(bus, to_router, bodies, rate, SECONDS)
         if not times_ms:
             raise AssertionError(f"no request arrived; the router says {await wired.status(bus)}")
         cpu_us.append((wired.cpu_s(router_pid) - before_s) * 1e6 / max(1, len(times_ms)))
         p50s.append(times_ms[len(times_ms) // 2])
         p99s.append(times_ms[len(times_ms) * 99 // 100])
         lost += missing
-        bare_ms, _ = await _played(bus, to_echo, bodies, rate, SECONDS)
+        bare_ms, _ = await wired.played(bus, to_echo, bodies, rate, SECONDS)
         bare_p50s.append(bare_ms[len(bare_ms) // 2])
         bare_p99s.append(bare_ms[len(bare_ms) * 99 // 100])
     told = await wired.status(bus)

@@ -6,14 +6,16 @@ import os
 import random
 import signal
 import sys
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import fleets
 import msgspec
+import wired_peers
 
 from quartet_bus import subjects
 from quartet_bus.bus import NoResponders, RequestTimeout
@@ -35,7 +37,11 @@ from quartet_core.word import batch_level, free_kv_level, pack, queue_level
 TENANT = "bench"
 COLLECTOR = "bench-collector"
 INSTANCE = "bench"
+PATIENCE_S = 3.0
+"""How long after the last send what has not arrived counts as lost."""
 PEERS = Path(__file__).with_name("wired_peers.py")
+
+Send = Callable[[str, bytes], None]
 
 _encode = msgspec.msgpack.Encoder().encode
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -136,6 +142,33 @@ def chat(number: int, prompt_tokens: int) -> bytes:
     text = rng.randbytes(2 * prompt_tokens).hex()
     body = {"model": fleets.MODEL, "max_tokens": 64, "stream": True, "messages": [{"role": "user", "content": text}]}
     return json.dumps(body).encode()
+
+
+async def played(bus: NatsBus, send: Send, bodies: list[bytes], rate: int, seconds: float) -> tuple[list[float], int]:
+    """Send at a rate, Poisson; return the sorted times (ms) of what arrived, and how many did not."""
+    loop = asyncio.get_running_loop()
+    rng = random.Random(rate)
+    run = f"{time.monotonic_ns():x}"
+    sent_ns: dict[str, int] = {}
+    begin_s = due_s = loop.time()
+    while due_s < begin_s + seconds:
+        due_s += rng.expovariate(rate)
+        await asyncio.sleep(due_s - loop.time())
+        request = f"{run}-{len(sent_ns)}"
+        body = bodies[len(sent_ns) % len(bodies)]
+        sent_ns[request] = time.monotonic_ns()
+        send(request, body)
+    await bus.flush()
+    arrived_ns: dict[str, int] = {}
+    patience_s = loop.time() + PATIENCE_S
+    while not sent_ns.keys() <= arrived_ns.keys() and loop.time() < patience_s:
+        await asyncio.sleep(0.1)
+        answer = await bus.request(wired_peers.ARRIVED, b"", timeout_s=PATIENCE_S)
+        arrived_ns |= msgspec.msgpack.decode(answer.data, type=dict[str, int])
+    times_ms = sorted(
+        (arrived_ns[request] - at_ns) / 1e6 for request, at_ns in sent_ns.items() if request in arrived_ns
+    )
+    return times_ms, len(sent_ns) - len(times_ms)
 
 
 @asynccontextmanager

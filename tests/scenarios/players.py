@@ -25,6 +25,8 @@ from quartet_bus.messages import (
     RequestEvent,
     Role,
     Run,
+    TransferReason,
+    TransferReport,
     WorkerState,
 )
 from quartet_core import word
@@ -261,6 +263,18 @@ class Players:
             for target in told.targets
         )
         self.stage.say(subjects.kv_links(), LinkTable(1, "k", links))
+
+    def transfer_fails(self, run: PlayedRun) -> None:
+        """The coordinator gives up the transfer of a request's KV, if this is the half that would send it."""
+        order = run.dispatch
+        if isinstance(order, Prefill):
+            self.stage.say(
+                subjects.kv_failed(),
+                TransferReport(
+                    order.split.transfer, order.stream, TransferReason.SPLIT, "aborted", order.worker,
+                    order.split.peer, detail="move_failed",
+                ),
+            )  # fmt: skip
 
     def restart(self, pattern: str) -> None:
         """Engines start again under the same names."""

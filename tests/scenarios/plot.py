@@ -87,6 +87,10 @@ async def _change_requests(world: World, step: Step) -> None:
         for sent in world.named(step.late_ends):
             for run in players.lost(sent.id):
                 run.end()
+    if step.transfers_fail is not None and players is not None:
+        for sent in world.named(step.transfers_fail):
+            for run in players.runs(sent.id):
+                players.transfer_fails(run)
     if step.leaves is not None:
         for sent in world.named(step.leaves):
             await sent.leave()

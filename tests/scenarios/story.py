@@ -179,7 +179,8 @@ class Step(Told, kw_only=True):
 
     In this order: requests arrive; the fleet changes (``state``, ``caches``, ``links``, ``flood``, a node ``becomes``
     otherwise or ``joins``, workers restart, a real node ``dies``); time passes; played workers say ``first_token``,
-    ``ends`` or, of a former life, ``late_ends``; clients leave, a proxy resubmits; all are answered.
+    ``ends`` or, of a former life, ``late_ends``; a coordinator says that ``transfers_fail``; clients leave, a proxy
+    resubmits; all are answered.
 
     With ``patience_ms`` the expectation has that long to come true; without, it must hold at once.
     """
@@ -195,6 +196,7 @@ class Step(Told, kw_only=True):
     first_token: str | None = None
     ends: str | None = None
     late_ends: str | None = None
+    transfers_fail: str | None = None
     leaves: str | None = None
     resubmits: str | None = None
     restarts: str | None = None

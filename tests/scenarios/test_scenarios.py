@@ -13,7 +13,6 @@ from quartet_bus.loop import run_virtual
 
 HERE = Path(__file__).parent
 FILES = sorted(HERE.glob("*.toml"))
-PENDING = sorted((HERE / "pending").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -34,15 +33,10 @@ def test_scenario(path: Path, tmp_path: Path) -> None:
 
 def test_the_table_names_every_story_and_no_other() -> None:
     table = (HERE / "README.md").read_text()
-    told = {path.relative_to(HERE).as_posix() for path in (*FILES, *PENDING)}
+    told = {path.relative_to(HERE).as_posix() for path in FILES}
     assert {name for name in told if f"({name})" in table} == told
     linked = [part.partition(")")[0] for part in table.split("](")[1:]]
     assert {link for link in linked if link.endswith(".toml")} == told
-
-
-def test_stories_that_wait_for_their_feature_can_be_read() -> None:
-    for path in PENDING:
-        assert story.read(path).step
 
 
 def test_a_story_that_says_what_nobody_understands_is_refused(tmp_path: Path) -> None:

@@ -94,8 +94,13 @@ class Bus(Protocol):
         """Whether the broker is there right now."""
         ...
 
-    def publish(self, subject: str, data: bytes, *, headers: Headers | None = None, reply: str = "") -> None:
+    def publish(
+        self, subject: str, data: bytes, *, headers: Headers | None = None, reply: str = "", urgent: bool = False
+    ) -> None:
         """Queue a message and return at once; per publisher and subject, order is kept.
+
+        With ``urgent`` it goes out before this returns, if it can, and all that was queued before with it; otherwise
+        when the messages at hand are handled.
 
         Raises ``PayloadTooLarge``, or ``Disconnected`` when the bus is closed or its outgoing buffer is full.
         """

@@ -187,7 +187,9 @@ class MemoryBus:
         """True until closed."""
         return not self._closed
 
-    def publish(self, subject: str, data: bytes, *, headers: Headers | None = None, reply: str = "") -> None:
+    def publish(
+        self, subject: str, data: bytes, *, headers: Headers | None = None, reply: str = "", urgent: bool = False
+    ) -> None:
         """Hand one message to the broker."""
         if self._closed:
             raise Disconnected("the bus is closed")

@@ -6,7 +6,9 @@ nats-py does the protocol, TLS and credentials of one connection. Three things a
   when a connection ends, a new one is made, for ever, with every subscription made again on it.
 - **Publishing is a plain call** (``nats_link.send``). While the broker is away, messages wait here, in order and
   within ``outgoing_bytes``, which also bounds what nats-py has not written yet.
-- **Handlers are plain calls**, one at a time for each subscription, and what they raise is counted and logged.
+- **Handlers are plain calls**, one at a time, in the order of arrival (``nats_direct``), and what they raise is counted
+  and logged. Who handles more slowly than messages come does not read them: they wait at the broker, which ends the
+  connection of who stays behind for too long.
 """
 
 import asyncio
@@ -22,13 +24,13 @@ from quartet_bus.bus import BusError, Disconnected, Handler, Headers, LogSpec, M
 from quartet_bus.config.schema import NatsSection
 from quartet_bus.lean import hidden
 from quartet_bus.logs import logger
+from quartet_bus.nats_direct import DirectClient
 from quartet_bus.payload import check_size
 from quartet_bus.requests import Requests
 from quartet_bus.subjects import token
 
 with hidden("aiohttp"):
     import nats.errors
-    from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription as NatsSubscription
 
@@ -39,10 +41,6 @@ CLOSE_FLUSH_S = 2.0
 RETRY_S = 0.2
 WATCH_S = 0.1
 SAY_SO_S = 1.0
-PENDING_MESSAGES = 65_536
-PENDING_BYTES = 64 * 1024 * 1024
-"""What one subscription may have received and not handled; beyond it messages are dropped and counted."""
-
 CONTROL_LINE_BYTES = 4096
 """The broker's own limit for what precedes a payload, so more than any message adds to the buffer besides payload."""
 
@@ -51,7 +49,6 @@ class NatsCounts(Struct):
     """What went wrong on a bus since it was made."""
 
     handler_errors: int = 0
-    slow_consumer_drops: int = 0
     reconnects: int = 0
     restore_drops: int = 0
     """Messages that waited for a connection, and subscriptions, that a new connection did not take."""
@@ -75,7 +72,7 @@ class _Subscription:
         self.handler = handler
         self.queue = queue
         self.live = True
-        self.client: Client | None = None
+        self.client: DirectClient | None = None
         self.present: NatsSubscription | None = None
 
     async def stop(self) -> None:
@@ -83,11 +80,15 @@ class _Subscription:
         await self.bus.drop(self)
 
     async def on_message(self, message: Msg) -> None:
-        """What nats-py calls, one message after the other."""
+        """For a message that nats-py should have read before ``DirectClient.deliver`` was told of this subscription."""
+        self.take(Message(message.subject, message.data, message.headers, message.reply))
+
+    def take(self, message: Message) -> None:
+        """One message, as it is read."""
         if not self.live:
             return
         try:
-            self.handler(Message(message.subject, message.data, message.headers, message.reply))
+            self.handler(message)
         except Exception:
             self.bus.counts.handler_errors += 1
             _log.exception("handler failed", subject=message.subject)
@@ -114,7 +115,7 @@ class NatsBus:
         self.counts = NatsCounts()
         self._section = section
         self._name = name
-        self._client: Client | None = None
+        self._client: DirectClient | None = None
         self._max_payload_bytes = 1024 * 1024
         self._subscriptions: list[_Subscription] = []
         self._waiting: deque[_Outgoing] = deque()
@@ -150,7 +151,9 @@ class NatsBus:
         """Whether there is a connection right now."""
         return self._client is not None and self._client.is_connected
 
-    def publish(self, subject: str, data: bytes, *, headers: Headers | None = None, reply: str = "") -> None:
+    def publish(
+        self, subject: str, data: bytes, *, headers: Headers | None = None, reply: str = "", urgent: bool = False
+    ) -> None:
         """Hand one message to the connection, or keep it until there is one again."""
         if self._closed:
             raise Disconnected("the bus is closed")
@@ -167,7 +170,7 @@ class NatsBus:
         pending = self._client.pending_data_size
         if pending and pending + len(data) + CONTROL_LINE_BYTES > self._section.outgoing_bytes:
             raise Disconnected(f"the broker does not take our messages: {pending} bytes wait for it")
-        nats_link.send(self._client, *message)
+        nats_link.send(self._client, *message, urgent=urgent)
 
     async def subscribe(self, subject: str, handler: Handler, *, queue: str = "") -> _Subscription:
         """Call ``handler`` with every message on ``subject``, on this connection and all that follow it."""
@@ -247,7 +250,7 @@ class NatsBus:
 
     # The connection
 
-    def _connection(self) -> Client:
+    def _connection(self) -> DirectClient:
         if self._client is None or not self._client.is_connected:
             raise Disconnected(f"the broker at {self._section.url} is away")
         return self._client
@@ -272,7 +275,7 @@ class NatsBus:
                 _log.warning("waiting for the NATS broker", url=self._section.url, error=str(self._last_error))
             await asyncio.sleep(RETRY_S)
 
-    async def _restore(self, client: Client) -> bool:
+    async def _restore(self, client: DirectClient) -> bool:
         """Make ``client`` the present connection; False when it ended before it was.
 
         What it does not take is counted, logged and left out: one bad message must not keep the bus from its broker.
@@ -338,34 +341,25 @@ class NatsBus:
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
-        if isinstance(error, nats.errors.SlowConsumerError):
-            self.counts.slow_consumer_drops += 1
-            if self.counts.slow_consumer_drops.bit_count() == 1:  # at 1, 2, 4, 8 …: a flood is not logged a line each
-                _log.warning(
-                    "dropped messages that are not handled quickly enough",
-                    subject=error.subject,
-                    dropped=self.counts.slow_consumer_drops,
-                )
-        elif "permissions violation" in str(error):
+        if "permissions violation" in str(error):
             _log.error("the NATS broker refuses this", error=str(error))
 
-    async def _subscribe_on(self, client: Client, subscription: _Subscription) -> None:
+    async def _subscribe_on(self, client: DirectClient, subscription: _Subscription) -> None:
         subscription.client = client
         try:
             subscription.present = await client.subscribe(
                 subscription.subject,
                 queue=subscription.queue,
                 cb=subscription.on_message,
-                pending_msgs_limit=PENDING_MESSAGES,
-                pending_bytes_limit=PENDING_BYTES,
             )
+            client.deliver(subscription.present, subscription.take)
         except nats.errors.ConnectionClosedError as error:
             # The next connection subscribes again.
             _log.debug("connection ended while subscribing", subject=subscription.subject, error=str(error))
         except nats.errors.BadSubjectError as error:
             raise BusError(f"{subscription.subject!r} is no subject to subscribe to") from error
 
-    async def _flush_on(self, client: Client, timeout_s: float) -> bool:
+    async def _flush_on(self, client: DirectClient, timeout_s: float) -> bool:
         """Whether the broker answered a ping on this very connection.
 
         nats-py must not see its flush cancelled or timed out: a pong that arrives for it later ends its reading task.

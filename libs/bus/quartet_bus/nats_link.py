@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from quartet_bus.bus import BusError, Headers
 from quartet_bus.config.schema import NatsSection
 from quartet_bus.lean import hidden
+from quartet_bus.nats_direct import DirectClient
 
 with hidden("aiohttp"):
     import nats.errors
@@ -32,9 +33,9 @@ class CredentialsRefused(BusError):
 
 async def connect(
     section: NatsSection, name: str, inbox: str, on_error: Callable[[Exception], Awaitable[None]]
-) -> Client:
+) -> DirectClient:
     """One try at one connection. Raises ``ConnectFailed`` or ``CredentialsRefused``."""
-    client = Client()
+    client = DirectClient()
     failures: list[Exception] = []
 
     async def remember(error: Exception) -> None:
@@ -113,24 +114,18 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def send(client: Client, subject: str, data: bytes, headers: Headers | None, reply: str) -> None:
-    """Publish, as a plain call.
+def send(
+    client: DirectClient, subject: str, data: bytes, headers: Headers | None, reply: str, *, urgent: bool = False
+) -> None:
+    """Publish, as a plain call, what ``check_publish`` passed. A task of nats-py writes whatever was published in this
+    iteration of the loop with one system call; what is ``urgent`` is written at once, and all before it.
 
-    nats-py's ``publish`` is a coroutine, but one that suspends only when its buffer is full or a thousand flushes wait.
-    The caller has looked at the buffer (``pending_data_size``), so the coroutine's first step is all of it. A task of
-    nats-py then writes whatever was published in this iteration of the loop with one system call.
-
-    Raises ``BusError`` for what is no subject.
+    Raises ``BusError`` for what is no header.
     """
-    step = client.publish(subject, data, reply=reply, headers=dict(headers) if headers else None)
     try:
-        step.send(None)
-    except StopIteration:
-        return
+        client.send(subject, data, headers, reply, urgent)
     except (nats.errors.BadSubjectError, nats.errors.BadHeaderError) as error:
         raise BusError(f"cannot publish to {subject!r} with reply {reply!r}: {error}") from error
-    # It is in the buffer by now. Only waking the flusher had to wait, and then the flusher is awake already.
-    step.close()
 
 
 async def ping(client: Client) -> None:

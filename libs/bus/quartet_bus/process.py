@@ -119,7 +119,6 @@ def _watch(service: Service, bus: NatsBus) -> None:
     for name, help, read in (
         ("bus_connected", "1 while there is a connection to the broker.", lambda: float(bus.connected)),
         ("bus_reconnects", "Connections made anew.", lambda: float(counts.reconnects)),
-        ("bus_dropped", "Messages dropped as a slow consumer.", lambda: float(counts.slow_consumer_drops)),
     ):
         service.metrics.gauge(name, help).set_function(read)
 

@@ -174,14 +174,14 @@ class Service:
 
     # Saying
 
-    def say(self, topic: Topic[T], message: T, *, reply: str = "") -> None:
+    def say(self, topic: Topic[T], message: T, *, reply: str = "", urgent: bool = False) -> None:
         """Publish ``message``. While the broker is away for long it is dropped and counted, as the network would.
 
         Raises ``PayloadTooLarge``.
         """
         data = message if isinstance(message, bytes) else _encode(message)
         try:
-            self.bus.publish(topic.subject, data, reply=reply)
+            self.bus.publish(topic.subject, data, reply=reply, urgent=urgent)
         except Disconnected:
             self._unsaid.inc()
 

@@ -5,6 +5,7 @@
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, TypeVar
 from urllib.parse import unquote
 
@@ -57,8 +58,13 @@ def token(text: str) -> str:
 
 def text_of(subject: str, index: int) -> str:
     """The decoded token at ``index`` behind the prefix: ``text_of("quartet.v1.infer.a.b", 1)`` is ``"a"``."""
-    token = subject.split(".")[index + 2]
-    return unquote(token) if "%" in token else token
+    token = subject.split(".", index + 3)[index + 2]
+    return _unquoted(token) if "%" in token else token
+
+
+@lru_cache(maxsize=256)
+def _unquoted(token: str) -> str:
+    return unquote(token)
 
 
 def inbox_prefix(tenant: str) -> str:

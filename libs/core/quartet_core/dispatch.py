@@ -1,8 +1,9 @@
 """Dispatch: one request's way from a router to its end, over as many tries as it takes.
 
-Rules: a try is acked within ``ack_ms`` or cancelled and tried elsewhere; a refusal goes elsewhere; a worker that was
-tried is not tried again; before the first token a lost worker or transfer means another try, after it an error, so
-that nothing ever runs twice unseen. Each request hears exactly one outcome.
+Rules: a try is acked within ``ack_ms`` or cancelled and tried elsewhere; a refusal goes elsewhere; whoever was silent,
+refused, failed or was lost is not tried again. Who only had its part in a try that failed may be: a transfer that does
+not arrive is the fault of neither end. Before the first token a lost worker or transfer means another try, after it an
+error, so that nothing ever runs twice unseen. Tries are bounded, and each request hears exactly one outcome.
 """
 
 from enum import StrEnum
@@ -12,6 +13,9 @@ from msgspec import Struct
 from quartet_core import openai
 from quartet_core.openai import Refused
 from quartet_core.plan import Plan
+from quartet_core.transfer_words import KvLost
+
+_KV_LOST = frozenset(reason.value for reason in KvLost)
 
 
 class Stage(StrEnum):
@@ -66,13 +70,19 @@ Action = Send | Cancel | Fail | Close
 class Dispatch:
     """The state machine of one (request, attempt). Methods take an event and return what to do, in order."""
 
-    __slots__ = ("decode", "lender", "max_tries", "plan", "prefill", "stage", "tried", "try_")
+    __slots__ = (
+        "decode", "excluded", "lender", "max_tries", "plan", "prefill", "stage", "transfers_failed", "tried", "try_",
+    )  # fmt: skip
 
     def __init__(self, max_tries: int) -> None:
         self.max_tries = max_tries
         self.stage = Stage.NEW
         self.try_ = 0
         self.tried: tuple[str, ...] = ()
+        """Every worker that had a part in any try."""
+        self.excluded: tuple[str, ...] = ()
+        """Workers that failed this request, and are not asked again."""
+        self.transfers_failed = 0
         self.plan: Plan | None = None
         self.prefill: Half | None = None
         self.decode: Half | None = None
@@ -96,8 +106,6 @@ class Dispatch:
     def sent(self, plan: Plan, decode: Half, prefill: Half | None, lender: Half | None = None) -> int:
         """A try goes out; return its number. ``prefill`` is None unless the plan is split, ``lender`` unless it
         fetches.
-
-        A lender counts as tried: what it was sent of this request may not have ended there when the next try goes out.
         """
         self.try_ += 1
         self.stage = Stage.SENT
@@ -122,8 +130,11 @@ class Dispatch:
             return []
         half.ended = True
         if half is self.lender:
+            self._exclude(half)
             return []
-        return self._again(f"worker {worker} refused: {reason}", "refused")
+        if reason in _KV_LOST:
+            return self._again_without_kv(reason)
+        return self._again(f"worker {worker} refused: {reason}", "refused", half)
 
     def awaits_ack(self, try_: int) -> bool:
         """Whether try ``try_`` is out and not acked by all of its workers."""
@@ -133,14 +144,14 @@ class Dispatch:
         """Try ``try_`` had its time to be acked."""
         if try_ != self.try_ or self.stage is not Stage.SENT:
             return []
-        silent = ", ".join(half.worker for half in self.halves if not half.acked)
-        return self._again(f"no answer from {silent}", "ack_timeout")
+        silent = [half for half in self.halves if not half.acked]
+        return self._again(f"no answer from {', '.join(half.worker for half in silent)}", "ack_timeout", *silent)
 
     def first_token_due(self, try_: int) -> list[Action]:
         """Try ``try_``, a trial of a resting worker, had the time it was given for its first token."""
         if try_ != self.try_ or self.stage not in (Stage.SENT, Stage.ACCEPTED):
             return []
-        return self._again("no first token from a worker on trial", "trial_failed")
+        return self._again("no first token from a worker on trial", "trial_failed", *self.halves)
 
     def first_token(self, try_: int) -> list[Action]:
         """The client hears tokens of try ``try_``: from now on nothing is retried."""
@@ -148,12 +159,16 @@ class Dispatch:
             self.stage = Stage.STREAMING
         return []
 
-    def ended(self, worker: str, try_: int) -> list[Action]:
-        """A worker is done with its half: it has told the client how, if that was for it to tell."""
+    def ended(self, worker: str, try_: int, failure: str = "") -> list[Action]:
+        """A worker is done with its half: it has told the client how, if that was for it to tell. ``failure`` is why
+        it could not do it.
+        """
         half = self._half(worker, try_)
         if half is None:
             return []
         half.ended = True
+        if failure and failure not in _KV_LOST:
+            self._exclude(half)
         if half is not self.decode:
             return []
         return self._over([Cancel(self.try_, self._live(), "peer_ended")] if self._live() else [])
@@ -162,7 +177,7 @@ class Dispatch:
         """KV did not arrive. A split cannot go on without it; a run that fetches a prefix computes it instead."""
         if try_ != self.try_ or self.stage in (Stage.OVER, Stage.HELD) or self.lender is not None:
             return []
-        return self._again(f"KV transfer failed: {detail}", "transfer_failed")
+        return self._again_without_kv(detail)
 
     def worker_lost(self, worker: str) -> list[Action]:
         """A worker died or was replaced."""
@@ -170,6 +185,7 @@ class Dispatch:
         if half is None or half.ended:
             return []
         half.ended = True
+        self._exclude(half)
         if half is self.lender or (self.stage is Stage.STREAMING and half is self.prefill):
             return []
         return self._again(f"worker {worker} was lost", "worker_lost")
@@ -187,9 +203,19 @@ class Dispatch:
         ends: list[Action] = [Cancel(self.try_, self._live(), "failed")] if self._live() else []
         return self._over([*ends, Fail(error)])
 
-    def _again(self, why: str, code: str) -> list[Action]:
+    def _exclude(self, half: Half) -> None:
+        if half.worker not in self.excluded:
+            self.excluded += (half.worker,)
+
+    def _again_without_kv(self, detail: str) -> list[Action]:
+        self.transfers_failed += 1
+        return self._again(f"KV transfer failed: {detail}", "transfer_failed")
+
+    def _again(self, why: str, code: str, *at_fault: Half) -> list[Action]:
         if self.stage is Stage.OVER:
             return []
+        for half in at_fault:
+            self._exclude(half)
         ends: list[Action] = [Cancel(self.try_, self._live(), code)] if self._live() else []
         if self.stage is Stage.STREAMING:
             return self._over([*ends, Fail(openai.upstream(f"The answer was cut off: {why}.", code))])
@@ -197,7 +223,7 @@ class Dispatch:
             return self._over([*ends, Fail(openai.upstream(f"Gave up after {self.try_} tries: {why}.", code))])
         self.prefill = self.decode = self.lender = None
         self.stage = Stage.NEW
-        return [*ends, Send(self.tried, why)]
+        return [*ends, Send(self.excluded, why)]
 
     def _over(self, actions: list[Action]) -> list[Action]:
         self.stage = Stage.OVER

@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from quartet_core import word as w
 
-Key = tuple[str, str, int, str, int]
-"""(tenant, request id, attempt, worker, incarnation)."""
+Key = tuple[str, str, int, int, str, int]
+"""(tenant, request id, attempt, try, worker, incarnation): a worker may have a part in more than one try."""
 
 PHI_WINDOW_MS = 2000.0
 """Over how long the share of busy time spent in prefill is taken; 0.5 to 30 s differ by 1 % of goodput at most."""
@@ -41,6 +41,7 @@ class Entry(Struct):
     urgency: float
     expires_ms: float
     reserved: bool = False
+    long: bool = False
     accepted_beat: int = 0
     prefilled_beat: int = 0
     ended_beat: int = 0
@@ -62,8 +63,8 @@ class Belief(Struct):
 class _Account:
     """One worker's entries. ``settled`` are those that the last beat includes; ``open`` the others."""
 
-    __slots__ = ("beat", "count", "open", "phi_at_ms", "phi_work_ms", "prefill_ms", "queued", "reserved_ms", "running",
-                 "settled", "tokens", "urgency")  # fmt: skip
+    __slots__ = ("beat", "count", "long", "open", "phi_at_ms", "phi_work_ms", "prefill_ms", "queued", "reserved_ms",
+                 "running", "settled", "tokens", "urgency")  # fmt: skip
 
     def __init__(self) -> None:
         self.beat = 0
@@ -73,6 +74,7 @@ class _Account:
         self.queued = 0  # settled entries that will decode
         self.running = 0  # settled entries that decode
         self.reserved_ms = 0.0
+        self.long = 0  # entries whose long prefill is still ahead
         self.count = 0
         self.tokens = 0
         self.urgency = 0.0
@@ -81,14 +83,23 @@ class _Account:
 
 
 class Ledger:
-    """Entries of all routers, by worker slot. Times are milliseconds of the router's own clock."""
+    """Entries of all routers, by worker slot. Times are milliseconds of the router's own clock.
 
-    def __init__(self, *, max_entries: int = 200_000, typical_context: float = 2048.0, urgency: float = 0.01) -> None:
+    A prefill of more than ``long_prefill_ms`` is a long one.
+    """
+
+    def __init__(
+        self, *, max_entries: int = 200_000, typical_context: float = 2048.0, urgency: float = 0.01,
+        long_prefill_ms: float = math.inf,
+    ) -> None:  # fmt: skip
         self._entries: dict[Key, Entry] = {}
         self._accounts: dict[int, _Account] = {}
         self._max_entries = max_entries
         self._typical_context = typical_context
         self._typical_urgency = urgency
+        self._long_prefill_ms = long_prefill_ms
+        self.long = 0
+        """The plane of workers that have a long prefill ahead of them, or one that is held for them."""
         self.refused = 0
         """Entries that found no room."""
         self.expired = 0
@@ -131,8 +142,12 @@ class Ledger:
             expires_ms=now_ms + (reserved_for_ms + 100.0 if reserved_for_ms > 0.0
                                  else _EXPIRY_FACTOR * total_ms + _EXPIRY_MS),
             reserved=reserved_for_ms > 0.0,
+            long=prefill_ms > self._long_prefill_ms,
         )  # fmt: skip
         account = self._account(slot)
+        if entry.long:
+            account.long += 1
+            self.long |= 1 << slot
         self._entries[key] = entry
         account.open[key] = entry
         account.count += 1
@@ -161,6 +176,7 @@ class Ledger:
         if not entry.decodes:
             return self.ended(key, beat)
         account = self._accounts[entry.slot]
+        self._computed(account, entry)
         if key in account.settled:
             self._unsettle(account, entry)
         entry.accepted_beat = entry.accepted_beat or max(beat, 1)
@@ -178,6 +194,7 @@ class Ledger:
             self._remove(entry)
         else:
             # The last word still counts it: keep it, to be taken off, until a beat shows that it is gone.
+            self._computed(account, entry)
             if key in account.settled:
                 self._unsettle(account, entry)
             entry.ended_beat = beat
@@ -198,6 +215,8 @@ class Ledger:
         account = self._accounts.pop(slot, None)
         if account is None:
             return []
+        if account.long:
+            self.long ^= 1 << slot
         keys = [*account.settled, *account.open]
         for key in keys:
             del self._entries[key]
@@ -302,6 +321,7 @@ class Ledger:
 
     def _remove(self, entry: Entry) -> None:
         account = self._accounts[entry.slot]
+        self._computed(account, entry)
         del self._entries[entry.key]
         if entry.key in account.settled:
             self._unsettle(account, entry)
@@ -313,6 +333,14 @@ class Ledger:
             account.reserved_ms -= entry.prefill_ms
         if not account.count:
             account.urgency = account.reserved_ms = account.prefill_ms = 0.0
+
+    def _computed(self, account: _Account, entry: Entry) -> None:
+        """No long prefill of ``entry`` is ahead any more, if one was."""
+        if entry.long:
+            entry.long = False
+            account.long -= 1
+            if not account.long:
+                self.long ^= 1 << entry.slot
 
     def _note_phi(self, account: _Account, prefill_ms: float, now_ms: float) -> None:
         account.phi_work_ms = self._decayed(account, now_ms) + prefill_ms

@@ -13,7 +13,7 @@ class Ask(Struct):
     ``output_tokens`` is what the answer will probably have (learned mean, at most ``max_tokens``). ``ttft_ms`` and
     ``tpot_ms`` are its targets. ``waited_ms`` is how long it has been here. ``excluded`` is the plane of workers
     already tried. ``plans_split`` says whether its halves may go to two workers, ``plans_fetch`` whether a cached
-    prefix may be moved to another worker.
+    prefix may be moved to another worker. With ``whole_first`` the halves go to two workers only where none can do all.
     """
 
     model: str
@@ -26,6 +26,7 @@ class Ask(Struct):
     excluded: int = 0
     plans_split: bool = True
     plans_fetch: bool = False
+    whole_first: bool = False
     max_tokens: int = 1
     """What the client allows the answer at most, and so what must fit a context; 1 when it sets no limit."""
     most_tokens: float = 0.0
@@ -90,8 +91,8 @@ class Plan(Struct):
         return self.prefill != self.decode
 
 
-FILTERS = ("model", "alive", "context", "accepting", "healthy", "free_kv", "long_prompt")
-"""The hard filters, in their order."""
+FILTERS = ("model", "alive", "context", "accepting", "healthy", "free_kv", "long_prompt", "contained")
+"""The hard filters, in their order. The last one is said only of long prefills that it kept to some of the workers."""
 
 
 class Candidates(Struct):

@@ -4,12 +4,14 @@ What happens is told to it as it happens (inventories, words, affinity, ledger e
 is known. Time is handed in, in milliseconds of one clock.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from quartet_core.affinity import AffinityTable
 from quartet_core.breaker import Breakers
 from quartet_core.catalogue import HardwareClass
+from quartet_core.containment import Containment
 from quartet_core.filters import Filters
 from quartet_core.fleet import Fleet, ProfileOf, WorkerFacts
 from quartet_core.ledger import Key, Ledger
@@ -66,6 +68,8 @@ class Routing:
         affinity_hashes: int,
         max_workers: int,
         without_prefill_worker: str = "whole",
+        long_prefill_ms: float = 0.0,
+        long_prefill_share: float = 1.0,
         begin: int = 0,
     ) -> None:
         self.fleet = Fleet(
@@ -76,11 +80,15 @@ class Routing:
             hold_ahead_chunks=hold_ahead_chunks,
         )
         self.affinity = AffinityTable(affinity_rows, affinity_hashes)
-        self.ledger = Ledger()
+        contains = long_prefill_share < 1.0
+        self.ledger = Ledger(long_prefill_ms=long_prefill_ms if contains else math.inf)
         self.board = LoadBoard(kappa)
         self.breakers = Breakers()
         self.links = links
         self._filters = Filters(self.fleet, self.affinity, long_prompt_tokens=long_prompt_tokens)
+        self._containment: Containment | None = None
+        if contains:
+            self._containment = Containment(self.fleet, self.ledger, long_ms=long_prefill_ms, share=long_prefill_share)
         view = View(self.fleet, self.board, links, kappa=kappa, begin=begin)
         self._policies = {name: make(view) for name, make in policies.items()}
         self.policy = self.known(policy)
@@ -103,20 +111,28 @@ class Routing:
             # A worker of one role is tried by letting it back into the choice: a trial of its own needs a whole one.
             resting &= ~(self.breakers.due(ask.at_ms) & (self.fleet.prefills ^ self.fleet.decodes))
             excluded, ask.excluded = ask.excluded, ask.excluded | resting
-            candidates = self._filters.candidates(ask)
+            candidates = self._candidates(ask)
             ask.excluded = excluded
             if candidates is Reason.NO_WORKER:
-                candidates = self._filters.candidates(ask)  # rather a resting worker than none
+                candidates = self._candidates(ask)  # rather a resting worker than none
         else:
-            candidates = self._filters.candidates(ask)
+            candidates = self._candidates(ask)
         if isinstance(candidates, Reason):
             return Decision(reason=candidates)
         return self._choose(self.policy, ask, candidates)
+
+    def _candidates(self, ask: Ask) -> Candidates | Reason:
+        candidates = self._filters.candidates(ask)
+        if self._containment is not None and not isinstance(candidates, Reason):
+            self._containment.contain(ask, candidates)
+        return candidates
 
     def _choose(self, policy: Policy, ask: Ask, candidates: Candidates) -> Decision:
         """Have ``policy`` choose. Of a fleet of halves it gets pairs if it can plan them; without any pair that will
         do, one half does all, if the configuration says so, and is counted."""
         if candidates.whole:
+            if ask.whole_first:
+                candidates.prefill = 0  # no place for a first half alone
             return policy.choose(ask, candidates)
         if policy.splits and ask.plans_split and candidates.prefill and candidates.decode:
             decision = policy.choose(ask, candidates)
@@ -144,7 +160,7 @@ class Routing:
 
     def would(self, name: str, ask: Ask) -> Decision:
         """What policy ``name`` would do with a request now. Nothing comes of it. Raises ``UnknownPolicy``."""
-        candidates = self._filters.candidates(ask)
+        candidates = self._candidates(ask)
         if isinstance(candidates, Reason):
             return Decision(reason=candidates)
         return self._choose(self.known(name), ask, candidates)

@@ -54,6 +54,22 @@ class Failure(StrEnum):
     COORDINATOR_LOST = "coordinator_lost"
 
 
+class KvLost(StrEnum):
+    """Why an agent ends its half of a split although its worker could have done it: the KV did not get across.
+
+    Reasons of REFUSED and END events. None of them is a fault of the worker that says it.
+    """
+
+    RELEASED = "kv_released"
+    """Whoever coordinates the transfer gave up, and with it the blocks that were leased."""
+    EXPIRED = "kv_expired"
+    FENCED = "kv_fenced"
+    MISMATCH = "kv_mismatch"
+    """What came was not the prompt's KV."""
+    FAILED = "kv_failed"
+    """The source could not send."""
+
+
 # Events --------------------------------------------------------------------------------------------------------------
 
 

@@ -7,9 +7,7 @@ from quartet_agent.worker import HostedWorker
 from quartet_bus.messages import Phase
 from quartet_bus.messages import Run as RunDispatch
 from quartet_core.openai import Inference, Refused
-
-KV_MISMATCH = "kv_mismatch"
-"""Reason of a job whose received KV was not the prompt's."""
+from quartet_core.transfer_words import KvLost
 
 
 class AnswerRun(Run):
@@ -91,7 +89,7 @@ class AnswerRun(Run):
             case Failed(reason=reason, error=error, usage=usage):
                 self._usage = usage
                 self._in_engine = False
-                if reason == KV_MISMATCH and self._outputs == 0:
+                if reason == KvLost.MISMATCH and self._outputs == 0:
                     self._turn_back(reason)  # computed anew elsewhere, it can still be answered right
                 else:
                     self.fail(error, reason)
@@ -126,7 +124,7 @@ class AnswerRun(Run):
         try:
             taken = self._submit(inference, self.transfer)
         except BlocksFenced:
-            self._turn_back("kv_fenced")
+            self._turn_back(KvLost.FENCED.value)
             return
         if taken:
             self._received_tokens = self._ports.arrivals.hand_over(self.transfer)

@@ -47,7 +47,13 @@ _COMPUTED_FIRST = (TransferReason.SPLIT, TransferReason.FETCH)
 """Transfers whose source says PREFILLED when it has the KV: computed, or (of a fetch) found in its cache."""
 
 MAX_EARLY = 4096
-"""Request events that came before their plan and are kept for it."""
+EARLY_MS = 2000.0
+"""How many tries' events that came before their plan are kept for it, and for how long: a router says plan and
+dispatches at once. Most belong to requests that no plan will ever come for: refusals of whole ones."""
+
+
+_EVENTS_OF_A_TRY = 8
+"""A try has two halves, and each says little before it ends."""
 
 
 class Office(Protocol):
@@ -93,7 +99,7 @@ class Conductor:
         self._commands = commands
         self._metrics = metrics
         self._lease_ms = lease_ms
-        self._early: OrderedDict[Ask, list[RequestEvent]] = OrderedDict()
+        self._early: OrderedDict[Ask, tuple[int, list[RequestEvent]]] = OrderedDict()  # since when (ns), oldest first
         self.book = Book()
 
     # What it is told -------------------------------------------------------------------------------------------------
@@ -120,7 +126,9 @@ class Conductor:
         entry.route, entry.predicted_ms = checked.route, checked.predicted_ms
         entry.link = checked.route.lane.link.kind
         self._feed(entry, Start())
-        for event in self._early.pop(ask_of(plan), []):
+        self._forget_early()
+        _, early = self._early.pop(ask_of(plan), (0, ()))
+        for event in early:
             self.request_event(event)
 
     def adopt(self, plan: TransferPlan, heard_ns: int, found: Adopt) -> None:
@@ -184,6 +192,7 @@ class Conductor:
 
     def tick(self) -> None:
         """Time passed: deadlines, renewals, and sources whose word that they are ready was lost."""
+        self._forget_early()
         now_ns = self._office.now_ns()
         patience_ns = int(self._lease_ms * 1e6)
         for entry in self.book:
@@ -286,6 +295,18 @@ class Conductor:
     def _keep_early(self, event: RequestEvent) -> None:
         if event.phase is Phase.END:
             return
-        self._early.setdefault((event.tenant, event.stream), []).append(event)
+        _, events = self._early.setdefault((event.tenant, event.stream), (self._office.now_ns(), []))
+        if len(events) < _EVENTS_OF_A_TRY:
+            events.append(event)
         while len(self._early) > MAX_EARLY:
             self._early.popitem(last=False)
+
+    def _forget_early(self) -> None:
+        begin_ns = self._office.now_ns() - int(EARLY_MS * 1e6)
+        while self._early and next(iter(self._early.values()))[0] < begin_ns:
+            self._early.popitem(last=False)
+
+    @property
+    def early(self) -> int:
+        """How many tries' events wait for their plan."""
+        return len(self._early)

@@ -56,7 +56,7 @@ class Desk:
         self._explanations = explanations
         self._figures = figures
         self.dry_run = DryRun(routing)
-        self._voice = Voice(service, routing.fleet)
+        self._voice = Voice(service)
         self._transfers = 0
         self._logged_ms = -1000.0
         self._life = f"{service.instance}-{service.random.getrandbits(48):012x}"
@@ -97,7 +97,7 @@ class Desk:
 
     def _tell_retry(self, flight: Flight, action: steps.Send) -> None:
         if self._may_log():
-            self._service.log.warning("trying elsewhere", request=flight.id, why=action.why, tried=action.excluded)
+            self._service.log.warning("trying elsewhere", request=flight.id, why=action.why, excluded=action.excluded)
 
     def _tell_failure(self, flight: Flight, error: Refused) -> None:
         if error.status >= 500 and flight.dispatch.try_ and self._may_log():
@@ -116,7 +116,7 @@ class Desk:
 
     def fail(self, flight: Flight, error: Refused) -> None:
         """Refuse a flight for a reason of the router's own."""
-        self._figures.rejected.labels(str(error.status)).inc()
+        self._figures.refused(error.status)
         reason = error.body.code or error.body.type
         self._voice.event(flight, Phase.REJECTED, self.now_ms(), reason=reason, code=error.status)
         self.act(flight, flight.dispatch.failed(error))
@@ -126,47 +126,57 @@ class Desk:
         if flight.deadline_at_ms and now_ms >= flight.deadline_at_ms:
             self.fail(flight, openai.late())
             return
-        decision = self._decision(flight, now_ms)
+        decision, took_us = self._decision(flight, now_ms)
         hold = decision.hold or decision.reason is Reason.ALL_BUSY
         overtakes = behind_others and not hold and decision.plan is not None and self._claimed(decision.plan.prefill)
         if (hold or overtakes) and self._may_hold(flight, now_ms) and self._hold(flight, decision.plan):
             if overtakes:
                 self._review(flight.model)
-            return
-        self._follow(flight, decision)
+        else:
+            self._follow(flight, decision)
+        self._account(flight, decision, took_us, now_ms)
 
-    def _decision(self, flight: Flight, now_ms: float) -> Decision:
+    def _decision(self, flight: Flight, now_ms: float) -> tuple[Decision, float]:
+        """The decision, and how many us of the process's clock it took. Whoever asks for it acts on it first, and has
+        it accounted for then: nothing of that is on a request's way."""
         ask = flight.ask
         ask.waited_ms = now_ms - flight.arrived_ms
+        moves = self._routing.links.live(now_ms)
         # A retry goes to one worker, if any can do all of it: what failed may be whatever moves KV.
-        moves = self._routing.links.live(now_ms) and not flight.dispatch.try_
-        ask.plans_split = self._router.split and moves
-        ask.plans_fetch = self._router.fetch and moves
+        ask.whole_first = flight.dispatch.try_ > 0
+        ask.plans_split = self._router.split and moves and not self._gives_up_splitting(flight)
+        ask.plans_fetch = self._router.fetch and moves and not ask.whole_first
         ask.at_ms = now_ms
         ask.excluded = 0
-        for worker in flight.dispatch.tried:
+        for worker in flight.dispatch.excluded:
             slot = self._routing.fleet.slot_of(worker)
             if slot is not None:
                 ask.excluded |= 1 << slot
         started_ns = time.perf_counter_ns()
         try:
             decision = self._routing.decide(ask)
-            if decision.plan is None and flight.dispatch.try_ and self._router.split:
-                ask.plans_split = self._routing.links.live(now_ms)
-                decision = self._routing.decide(ask)
         # A policy may be anybody's code: its fault must not leave a request without an answer.
         except Exception as error:
             self._figures.policy_failures.inc()
             if self._may_log():
                 self._service.log.exception("policy failed", policy=self._routing.policy.name, exc_info=error)
             decision = Decision(reason=Reason.POLICY_FAILED)
-        self._figures.decided(started_ns)
+        took_us = (time.perf_counter_ns() - started_ns) / 1e3
         if self.dry_run.policy and flight.decision is None:
             self.dry_run.note(ask, decision)
         flight.decision = decision
-        self._figures.decisions.labels(decision.reason.value).inc()
+        return decision, took_us
+
+    def _account(self, flight: Flight, decision: Decision, took_us: float, now_ms: float) -> None:
+        """Count a decision, and keep it to be explained."""
+        self._figures.decided(decision, took_us)
         self._explanations.note(flight, decision, self._routing.policy.name, now_ms)
-        return decision
+
+    def _gives_up_splitting(self, flight: Flight) -> bool:
+        """Whether KV did not arrive and this is the last try: then rather one half does all, where that is allowed."""
+        dispatch = flight.dispatch
+        last = dispatch.try_ + 1 >= dispatch.max_tries
+        return last and dispatch.transfers_failed > 0 and self._router.split_without_prefill_worker == "whole"
 
     def _left_hold(self, flight: Flight) -> None:
         if flight.held_at_ms:
@@ -215,7 +225,9 @@ class Desk:
             if flight.deadline_at_ms and now_ms >= flight.deadline_at_ms:
                 self.fail(flight, openai.late())
             else:
-                self._follow(flight, self._decision(flight, now_ms))
+                decision, took_us = self._decision(flight, now_ms)
+                self._follow(flight, decision)
+                self._account(flight, decision, took_us, now_ms)
 
     def say_alive(self) -> None:
         """Four times a second: tell clients whose requests wait that they do, if they were not told for a while."""
@@ -269,7 +281,8 @@ class Desk:
 
     def _reserve(self, flight: Flight, plan: Plan, remaining_ms: float) -> None:
         worker = self._routing.fleet.at(plan.prefill)
-        key = flight.ledger_key(worker.id, worker.incarnation)
+        # Under the number of the try that it may become: then the one turns into the other, at the replicas too.
+        key = flight.ledger_key(flight.dispatch.try_ + 1, worker.id, worker.incarnation)
         flight.ledger_keys = {plan.prefill: key}
         self._routing.sent(flight.ledger_keys, plan, flight.ask, self.now_ms(), reserved_for_ms=remaining_ms)
         self._voice.note(flight, LedgerAction.RESERVED, plan, self._routing.ledger, remaining_ms)
@@ -303,7 +316,7 @@ class Desk:
             if flight is None:
                 continue
             now_ms = self.now_ms()
-            decision = self._decision(flight, now_ms)
+            decision, took_us = self._decision(flight, now_ms)
             plan = decision.plan
             claimed = plan is not None and plan.prefill in waited_for
             if (
@@ -311,12 +324,14 @@ class Desk:
                 and self._may_hold(flight, now_ms)
                 and self._hold(flight, plan)
             ):
+                self._account(flight, decision, took_us, now_ms)
                 if plan is None:
                     return
                 waited_for.add(plan.prefill)
             else:
                 sent = True
                 self._follow(flight, decision)
+                self._account(flight, decision, took_us, now_ms)
         if sent and not waited_for and self.holds.first(model, 1):
             # All that were looked at left, and workers may have room for more of them.
             self._routing.freed[model] = None
@@ -336,16 +351,17 @@ class Desk:
             flight.transfer = f"{self._life}-{self._transfers}"
         say = self._service.say
         try:
-            say(subjects.worker_run(target.worker), orders.run(flight, plan, target, giver, router, now_ms))
+            run = orders.run(flight, plan, target, giver, router, now_ms)
+            say(subjects.worker_run(target.worker), run, urgent=giver is None)
             if giver is not None:
                 order = orders.prefill(flight, plan, target, giver, router, now_ms)
                 say(subjects.worker_prefill(giver.worker), order)
-                say(subjects.kv_plan(), orders.transfer(flight, plan, target, giver, router, now_ms))
+                say(subjects.kv_plan(), orders.transfer(flight, plan, target, giver, router, now_ms), urgent=True)
         except PayloadTooLarge as error:
             self.fail(flight, openai.too_large(error.size_bytes, error.limit_bytes))
             return
         flight.ledger_keys = {
-            half.slot: flight.ledger_key(half.worker, half.incarnation) for half in flight.dispatch.involved
+            half.slot: flight.ledger_key(try_, half.worker, half.incarnation) for half in flight.dispatch.involved
         }
         self._routing.sent(flight.ledger_keys, plan, flight.ask, now_ms)
         for half in flight.dispatch.involved:
@@ -410,8 +426,9 @@ class Desk:
             )
             if not half.acked:
                 # The worker may never have heard of it, and then no event of its own ends the entry.
-                self._routing.ended(flight.ledger_key(half.worker, half.incarnation), 0, now_ms)
-                self._voice.ended(flight, half)
+                key = flight.ledger_key(cancel.try_, half.worker, half.incarnation)
+                self._routing.ended(key, 0, now_ms)
+                self._voice.ended(key)
 
     def _release(self, flight: Flight) -> None:
         if flight.key in self.holds:

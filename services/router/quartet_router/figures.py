@@ -1,11 +1,10 @@
 """Figures: the router's metrics, and the latency of its last decisions."""
 
-import time
 from array import array
 
 from quartet_bus.metrics import Metrics
 from quartet_core.fleet import Fleet
-from quartet_core.plan import Plan
+from quartet_core.plan import FILTERS, Decision, Plan
 
 _KEPT = 8192
 
@@ -15,6 +14,9 @@ class Figures:
 
     def __init__(self, metrics: Metrics) -> None:
         self.decisions = metrics.counter("decisions", "Decisions by reason.", ("reason",))
+        self.contained = metrics.counter(
+            "long_prefills_contained", "Decisions that kept a long prefill to workers that have such work already."
+        )
         self.dispatched = metrics.counter(
             "dispatched", "Dispatches by model and hardware class.", ("model", "hardware")
         )
@@ -29,7 +31,7 @@ class Figures:
         self.held_ms = metrics.histogram(
             "held_ms", "How long requests were held.", buckets=(1, 5, 20, 50, 100, 200, 500, 1000, 2000, 5000)
         )
-        self.rejected = metrics.counter("rejected", "Requests refused by the router, by HTTP status.", ("status",))
+        self._rejected = metrics.counter("rejected", "Requests refused by the router, by HTTP status.", ("status",))
         self.dropped = metrics.counter("dropped", "Messages that cannot be answered, by reason.", ("reason",))
         self.decide_us = metrics.histogram(
             "decide_us", "Time of one decision.", buckets=(5, 10, 20, 40, 60, 100, 200, 500, 1000)
@@ -44,11 +46,13 @@ class Figures:
         )
         self._times_us = array("f")
         self._next = 0
-        self._sent = self._split = self._fetched = self._hit = self._held = self._retried = 0
+        self._sent = self._split = self._fetched = self._hit = self._held = self._retried = self._refused = 0
 
-    def decided(self, started_ns: int) -> None:
-        """A decision that began at ``started_ns`` of the process clock is made."""
-        took_us = (time.perf_counter_ns() - started_ns) / 1e3
+    def decided(self, decision: Decision, took_us: float) -> None:
+        """Count a decision."""
+        self.decisions.labels(decision.reason.value).inc()
+        if len(decision.left) == len(FILTERS):
+            self.contained.inc()
         self.decide_us.observe(took_us)
         if len(self._times_us) < _KEPT:
             self._times_us.append(took_us)
@@ -76,6 +80,11 @@ class Figures:
         self._holds.inc()
         self._held += 1
 
+    def refused(self, status: int) -> None:
+        """Count a request that the router refused."""
+        self._rejected.labels(str(status)).inc()
+        self._refused += 1
+
     def retried(self) -> None:
         """Count a further try."""
         self._retries.inc()
@@ -90,6 +99,7 @@ class Figures:
             "affinity_hits": self._hit,
             "holds": self._held,
             "retries": self._retried,
+            "refused": self._refused,
         }
 
     def decision_us(self, quantile: float) -> float:

@@ -68,9 +68,9 @@ class Flight:
         waiting = self.dispatch.stage in (Stage.NEW, Stage.HELD)
         return max(1, self.dispatch.try_ + waiting)
 
-    def ledger_key(self, worker: str, incarnation: int) -> LedgerKey:
-        """The ledger's key of this request on a worker."""
-        return (self.tenant, self.id, self.attempt, worker, incarnation)
+    def ledger_key(self, try_: int, worker: str, incarnation: int) -> LedgerKey:
+        """The ledger's key of a try of this request on a worker."""
+        return (self.tenant, self.id, self.attempt, try_, worker, incarnation)
 
 
 class Flights:

@@ -93,6 +93,8 @@ class RouterService(Service):
             affinity_hashes=router.affinity_hashes,
             max_workers=router.max_workers,
             without_prefill_worker=router.split_without_prefill_worker,
+            long_prefill_ms=router.long_prefill_ms,
+            long_prefill_share=router.long_prefill_share,
             begin=random.getrandbits(16),
         )
         self._front: list[Subscription] = []
@@ -114,6 +116,9 @@ class RouterService(Service):
         self.metrics.gauge("held", "Requests held now.").set_function(lambda: len(self._desk.holds))
         self.metrics.gauge("breakers_open", "Workers that rest after failures or a freeze.").set_function(
             lambda: self.routing.breakers.open.bit_count()
+        )
+        self.metrics.gauge("long_prefill_workers", "Workers with a long prefill ahead of them.").set_function(
+            lambda: self.routing.ledger.long.bit_count()
         )
         self.metrics.gauge("ledger_entries", "Entries of the shared ledger.").set_function(
             lambda: len(self.routing.ledger)
@@ -203,7 +208,7 @@ class RouterService(Service):
         self._desk.take(flight)
 
     def _refuse(self, inbox: str, request_id: str, attempt: int, error: Refused) -> None:
-        self._figures.rejected.labels(str(error.status)).inc()
+        self._figures.refused(error.status)
         refusal = frames.Error(
             id=request_id, attempt=attempt, try_=1, status=error.status, error=error.body,
             retry_after_s=error.retry_after_s,
@@ -227,7 +232,7 @@ class RouterService(Service):
     def _on_event(self, event: RequestEvent) -> None:
         now_ms = self._desk.now_ms()
         stream = event.stream
-        key = (event.tenant, stream.id, stream.attempt, event.worker, event.incarnation)
+        key = (event.tenant, stream.id, stream.attempt, stream.try_, event.worker, event.incarnation)
         flight = self._flights.get((event.tenant, stream.id, stream.attempt))
         if event.phase is Phase.ACCEPTED:
             self.routing.accepted(key, event.beat, now_ms)
@@ -258,7 +263,8 @@ class RouterService(Service):
             elif event.status == "error" and counts(event.code) and event.reason != "too_large":
                 self._desk.worker_failed(event.worker)
             if flight is not None:
-                self._desk.act(flight, flight.dispatch.ended(event.worker, stream.try_))
+                failure = event.reason or "error" if event.status == "error" else ""
+                self._desk.act(flight, flight.dispatch.ended(event.worker, stream.try_, failure))
         self._desk.review_soon()
 
     def _worked(self, worker: str) -> None:
@@ -272,7 +278,8 @@ class RouterService(Service):
                 self._desk.echoed(note)
             return
         now_ms = self._desk.now_ms()
-        key = (note.tenant, note.stream.id, note.stream.attempt, note.worker, note.incarnation)
+        stream = note.stream
+        key = (note.tenant, stream.id, stream.attempt, stream.try_, note.worker, note.incarnation)
         if note.action is LedgerAction.ENDED:
             self.routing.ended(key, 0, now_ms)
             return

@@ -1,11 +1,9 @@
 """The voice: what a router says of its flights, to clients (frames), to everybody (events), to its replicas (notes)."""
 
 from quartet_bus import frames, subjects
-from quartet_bus.messages import LedgerAction, LedgerNote, Phase, RequestEvent, Role
+from quartet_bus.messages import LedgerAction, LedgerNote, Phase, RequestEvent, Role, StreamId
 from quartet_bus.service import Service
-from quartet_core.dispatch import Half
-from quartet_core.fleet import Fleet
-from quartet_core.ledger import Ledger
+from quartet_core.ledger import Key, Ledger
 from quartet_core.openai import Refused
 from quartet_core.plan import Plan
 from quartet_router.flight import Flight
@@ -17,9 +15,8 @@ ALIVE_MS = 900.0
 class Voice:
     """Says things in the name of one router."""
 
-    def __init__(self, service: Service, fleet: Fleet) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._fleet = fleet
 
     def held(self, flight: Flight, remaining_ms: float, now_ms: float) -> None:
         """To the client: its request waits here."""
@@ -78,10 +75,10 @@ class Voice:
                 LedgerNote(
                     router=self._service.instance,
                     action=action,
-                    stream=flight.stream,
-                    tenant=flight.tenant,
-                    worker=self._fleet.at(slot).id,
-                    incarnation=key[4],
+                    stream=StreamId(key[1], key[2], key[3]),
+                    tenant=key[0],
+                    worker=key[4],
+                    incarnation=key[5],
                     role=Role.BOTH if prefills and decodes else Role.DECODE if decodes else Role.PREFILL,
                     prefill_ms=entry.prefill_ms,
                     prompt_tokens=entry.tokens,
@@ -91,17 +88,18 @@ class Voice:
                 ),
             )
 
-    def ended(self, flight: Flight, half: Half) -> None:
+    def ended(self, key: Key) -> None:
         """To the replicas: work that no event of its worker will end is over."""
+        tenant, request, attempt, try_, worker, incarnation = key
         self._service.say(
             subjects.routed(),
             LedgerNote(
                 router=self._service.instance,
                 action=LedgerAction.ENDED,
-                stream=flight.stream,
-                tenant=flight.tenant,
-                worker=half.worker,
-                incarnation=half.incarnation,
+                stream=StreamId(request, attempt, try_),
+                tenant=tenant,
+                worker=worker,
+                incarnation=incarnation,
             ),
         )
 

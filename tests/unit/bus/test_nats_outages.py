@@ -151,25 +151,6 @@ async def test_a_user_bound_to_its_own_inbox_can_ask_and_lives_on_after_a_forbid
         await bus.close()
 
 
-async def test_a_slow_handler_loses_messages_counted_and_not_memory(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from quartet_bus import nats_bus
-
-    monkeypatch.setattr(nats_bus, "PENDING_MESSAGES", 10)
-    bus, other = await connect(NatsSection(url=server.url)), await connect(NatsSection(url=server.url))
-    heard: list[Message] = []
-    await bus.subscribe("work", heard.append)
-    for _ in range(5000):
-        other.publish("work", b"")
-    await other.flush()
-    await bus.flush()
-    await until(lambda: len(heard) + bus.counts.slow_consumer_drops == 5000)
-    assert bus.counts.slow_consumer_drops > 0
-    await bus.close()
-    await other.close()
-
-
 @pytest.mark.parametrize("away", [False, True])
 async def test_what_is_no_subject_is_refused_alike_with_and_without_a_broker(server: NatsServer, away: bool) -> None:
     bus = await connect(NatsSection(url=server.url))

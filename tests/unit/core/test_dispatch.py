@@ -1,11 +1,13 @@
 """Dispatch: bounded tries, nothing run twice unseen, exactly one outcome."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet_core.dispatch import Cancel, Close, Dispatch, Fail, Half, Send, Stage
 from quartet_core.openai import upstream
 from quartet_core.plan import Plan
+from quartet_core.transfer_words import KvLost
 
 
 def plan(prefill=0, decode=0):
@@ -63,9 +65,12 @@ def test_a_lender_is_told_when_the_request_is_over_or_goes_elsewhere():
     assert kinds(dispatch.ended("w0", 1)) == [Close]
 
 
-def test_a_lender_counts_as_tried_and_is_forgotten_with_its_try():
+def test_a_lender_is_forgotten_with_its_try_and_excluded_only_if_it_refused():
+    unwilling = fetching()
+    unwilling.refused("w7", 1, "draining")
+    assert unwilling.refused("w0", 1, "full")[-1].excluded == ("w7", "w0")
     dispatch = fetching()
-    assert dispatch.refused("w0", 1, "full")[-1].excluded == ("w0", "w7")
+    assert dispatch.refused("w0", 1, "full")[-1].excluded == ("w0",)
     dispatch.sent(plan(), half(1), None)
     assert dispatch.lender is None
     assert kinds(dispatch.transfer_failed(2, "link")) == [Cancel, Send]
@@ -136,11 +141,48 @@ def test_the_prefill_worker_of_a_streaming_split_may_go():
     assert dispatch.stage is Stage.STREAMING
 
 
-def test_a_failed_transfer_cancels_both_halves_and_retries():
+def test_a_failed_transfer_cancels_both_halves_and_retries_and_is_neithers_fault():
     dispatch = split()
     actions = dispatch.transfer_failed(1, "link down")
     assert kinds(actions) == [Cancel, Send]
     assert len(actions[0].halves) == 2
+    assert actions[1].excluded == ()
+    assert set(dispatch.tried) == {"w0", "w1"}
+
+
+@pytest.mark.parametrize("reason", KvLost)
+def test_a_half_that_gives_the_request_back_for_want_of_kv_is_not_excluded(reason):
+    dispatch = split()
+    dispatch.accepted("w0", 1)
+    dispatch.accepted("w1", 1)
+    dispatch.ended("w1", 1, reason.value)
+    actions = dispatch.refused("w0", 1, reason.value)
+    assert kinds(actions) == [Send]
+    assert actions[0].excluded == ()
+    assert dispatch.transfers_failed == 1
+
+
+def test_transfers_that_fail_again_and_again_use_up_the_tries():
+    dispatch = split(max_tries=3)
+    for try_ in (1, 2):
+        assert kinds(dispatch.transfer_failed(try_, "link")) == [Cancel, Send]
+        dispatch.sent(plan(1, 0), half(0), half(1))
+    actions = dispatch.transfer_failed(3, "link")
+    assert kinds(actions) == [Cancel, Fail, Close]
+    assert actions[1].error.body.code == "transfer_failed"
+
+
+def test_only_who_failed_is_excluded():
+    refused = split()
+    assert refused.refused("w1", 1, "full")[-1].excluded == ("w1",)
+    silent = split()
+    silent.accepted("w0", 1)
+    assert silent.ack_due(1)[-1].excluded == ("w1",)
+    lost = split()
+    assert lost.worker_lost("w1")[-1].excluded == ("w1",)
+    broken = split()
+    broken.ended("w1", 1, "engine_error")
+    assert broken.transfer_failed(1, "ended: source")[-1].excluded == ("w1",)
 
 
 def test_events_of_an_older_try_change_nothing():
@@ -211,7 +253,9 @@ def test_every_order_of_events_gives_at_most_one_outcome_and_bounded_tries(shape
                 outcomes += 1
             elif isinstance(action, Send):
                 sends += 1
-                assert set(action.excluded) == set(dispatch.tried)
+                assert set(action.excluded) <= set(dispatch.tried)
+                if what == "refused":
+                    assert worker in action.excluded
                 send()
     assert outcomes <= 1
     assert (outcomes == 1) is (dispatch.stage is Stage.OVER)

@@ -191,11 +191,11 @@ def test_the_lenders_entry_in_the_ledger_weighs_nothing():
     word(routing, 0, queue=900.0, batch=20)
     request = ask()
     plan = routing.decide(request).plan
-    known = ("t", "earlier", 1, "w0", 1)  # a worker that had work of ours: its load is no mere level any more
+    known = ("t", "earlier", 1, 1, "w0", 1)  # a worker that had work of ours: its load is no mere level any more
     routing.opened(known, 0, prefill_ms=1.0, tokens=1, decodes=False, tpot_ms=60.0, total_ms=1.0, now_ms=0.0)
     routing.ended(known, 0, 0.0)
     before = routing.board.loads[0]
-    keys = {slot: ("t", "r", 1, f"w{slot}", 1) for slot in (1, 0)}
+    keys = {slot: ("t", "r", 1, 1, f"w{slot}", 1) for slot in (1, 0)}
     routing.sent(keys, plan, request, 0.0)
     after = routing.board.loads[0]
     assert (after.queue_ms, after.batch) == (before.queue_ms, before.batch)

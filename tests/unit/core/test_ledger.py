@@ -13,7 +13,7 @@ SLOT = 3
 
 
 def key(number, worker="w", incarnation=1):
-    return ("t", f"r{number}", 1, worker, incarnation)
+    return ("t", f"r{number}", 1, 1, worker, incarnation)
 
 
 def word(queue=0.0, batch=0):
@@ -228,3 +228,17 @@ def test_a_router_that_just_started_believes_the_word(batch, queue):
     belief = Ledger().belief(SLOT, word(queue, batch), 0.0)
     assert belief.batch == batch_size(batch_level(batch))
     assert belief.queue_ms == queue_ms(queue_level(queue))
+
+
+def test_two_tries_of_a_request_on_one_worker_are_two_entries():
+    ledger = Ledger()
+    for try_ in (1, 2):
+        ledger.open(
+            ("t", "r", 1, try_, "w", 1), SLOT, prefill_ms=100.0, tokens=1000, decodes=True, tpot_ms=50.0,
+            total_ms=1000.0, now_ms=0.0,
+        )  # fmt: skip
+    ledger.accepted(("t", "r", 1, 2, "w", 1), 5)
+    ledger.ended(("t", "r", 1, 1, "w", 1), 0)  # the first try's late end
+    assert ledger.belief(SLOT, word(), 0.0).queue_ms == pytest.approx(100.0)
+    ledger.ended(("t", "r", 1, 2, "w", 1), 0)
+    assert len(ledger) == 0

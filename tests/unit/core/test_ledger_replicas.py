@@ -21,10 +21,10 @@ class Fleet:
         self.notes = []
 
     def key(self, number, slot):
-        return ("t", f"r{number}", 1, f"w{slot}", self.lives[slot])
+        return ("t", f"r{number}", 1, 1, f"w{slot}", self.lives[slot])
 
     def open(self, ledger, key, slot, reserved=0.0):
-        if key[4] == self.lives[slot]:  # a router ignores notes on another incarnation
+        if key[5] == self.lives[slot]:  # a router ignores notes on another incarnation
             ledger.open(
                 key, slot, prefill_ms=50.0, tokens=500, decodes=True, tpot_ms=50.0, total_ms=500.0, now_ms=0.0,
                 reserved_for_ms=reserved,

@@ -201,7 +201,7 @@ def test_work_counts_when_it_is_sent():
         ask = fleets.ask(prompt(16_000, number))
         plan = chosen(routing, ask)
         worker = routing.fleet.at(plan.prefill)
-        routing.sent({plan.prefill: ("t", f"r{number}", 1, worker.id, 1)}, plan, ask, 0.0)
+        routing.sent({plan.prefill: ("t", f"r{number}", 1, 1, worker.id, 1)}, plan, ask, 0.0)
         picked.append(plan.prefill)
     assert sorted(picked) == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -300,7 +300,7 @@ def test_a_new_incarnation_is_a_new_worker():
     ask = fleets.ask(prompt(8_192))
     hold(routing, 0, prompt(8_192))
     plan = chosen(routing, ask)
-    routing.sent({plan.prefill: ("t", "r", 1, "w0", 1)}, plan, ask, 0.0)
+    routing.sent({plan.prefill: ("t", "r", 1, 1, "w0", 1)}, plan, ask, 0.0)
     vacated, _ = routing.learn(
         "n0", [fleets.facts("w0", "H100_SXM5", incarnation=2), fleets.facts("w1", "H100_SXM5")], 1.0
     )

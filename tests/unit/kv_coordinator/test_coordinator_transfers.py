@@ -56,6 +56,36 @@ def test_a_lost_prefilled_event_delays_a_transfer_by_one_lease_and_no_more(play)
     play(story, lease_ms=1000.0)
 
 
+def test_a_refusal_that_overtook_its_plan_ends_it(play):
+    async def story(world):
+        await world.start()
+        world.event(Phase.REFUSED, "r1", "d-0", reason="full")
+        await asyncio.sleep(1.0)
+        world.plan()
+        await asyncio.sleep(0.2)
+        assert world.outcomes() == [("t1", "refused")]
+        assert world.leader()._conductor.early == 0
+
+    play(story)
+
+
+def test_refusals_for_which_no_plan_comes_are_forgotten_and_end_no_later_one(play):
+    async def story(world):
+        await world.start()
+        for number in range(100):
+            world.event(Phase.REFUSED, f"whole-{number}", "d-0", reason="full")
+        world.event(Phase.REFUSED, "r1", "d-0", reason="full")
+        await asyncio.sleep(1.5)
+        assert world.leader()._conductor.early == 101
+        await asyncio.sleep(1.0)
+        assert world.leader()._conductor.early == 0
+        world.plan()
+        await asyncio.sleep(0.2)
+        assert world.outcomes() == [("t1", "done")]
+
+    play(story)
+
+
 def test_a_prefill_that_was_quicker_than_its_plan_counts(play):
     async def story(world):
         await world.start()

@@ -284,7 +284,7 @@ def test_a_split_tells_both_halves_and_the_coordinator_at_once():
     play(script)
 
 
-def test_a_failed_transfer_cancels_both_halves_and_runs_the_request_elsewhere():
+def test_a_failed_transfer_cancels_both_halves_and_runs_the_request_on_one_worker_whichever_is_best():
     async def script(stage):
         await split_stage(stage)
         await stage.announce(worker("e-0", "L40S_PCIE", "big", tp=4), node="e")
@@ -296,8 +296,84 @@ def test_a_failed_transfer_cancels_both_halves_and_runs_the_request_elsewhere():
         )
         await stage.settle()
         assert len(stage.of(Cancel)) == 2
-        assert stage.of(Run)[-1].worker == "e-0"
-        assert stage.of(Run)[-1].split is None
+        again = stage.of(Run)[-1]
+        assert (again.stream.try_, again.split) == (2, None)
+        assert again.worker in ("p-0", "d-0", "e-0")  # neither end of the transfer did anything wrong
+
+    play(script)
+
+
+async def pair_stage(stage):
+    fabric = (LinkInfo("RDMA_ROCE", 46.6, 0.4),)
+    await stage.announce(worker("p-0", role=Role.PREFILL), node="p", links=fabric)
+    await stage.announce(worker("d-0", role=Role.DECODE), node="d", links=fabric)
+    stage.say(subjects.kv_links(), LinkTable(1, "k", (LinkState("p", "d", "RDMA_ROCE", 46.6, 0.4),)))
+    await stage.settle()
+
+
+async def transfer_fails(stage):
+    plan = stage.of(TransferPlan)[-1]
+    report = TransferReport(plan.transfer, plan.stream, TransferReason.SPLIT, "aborted", "p-0", "d-0", detail="link")
+    stage.say(subjects.kv_failed(), report)
+    await stage.settle()
+
+
+def test_a_pair_alone_is_split_again_after_a_failed_transfer_and_no_end_of_the_first_try_takes_the_seconds_credit():
+    async def script(stage):
+        await pair_stage(stage)
+        await stage.ask()
+        run, prefill = stage.of(Run)[-1], stage.of(Prefill)[-1]
+        for half in (run, prefill):
+            stage.event(Phase.ACCEPTED, half, beat=1)
+        await transfer_fails(stage)
+        again, prefilling = stage.of(Run)[-1], stage.of(Prefill)[-1]
+        assert (again.worker, again.split.peer, again.stream.try_) == ("d-0", "p-0", 2)
+        assert again.split.transfer != run.split.transfer
+        stage.event(Phase.END, prefill, role=Role.PREFILL, beat=2, status="cancelled", code=499)
+        stage.event(Phase.END, run, role=Role.DECODE, beat=2, status="cancelled", code=499)
+        for half in (again, prefilling):
+            stage.event(Phase.ACCEPTED, half, beat=2)
+        await stage.word("p-0", beat=3)
+        await stage.word("d-0", beat=3)
+        assert len(stage.router.routing.ledger) == 2
+        stage.event(Phase.PREFILLED, prefilling, role=Role.PREFILL, beat=3)
+        stage.event(Phase.END, prefilling, role=Role.PREFILL, beat=3, status="ok", code=200)
+        stage.event(Phase.FIRST_TOKEN, again, role=Role.DECODE, beat=3)
+        stage.event(Phase.END, again, role=Role.DECODE, beat=3, status="ok", code=200)
+        await stage.settle()
+        assert errors(stage) == []
+        assert (len(stage.router.routing.ledger), len(stage.router._flights)) == (0, 0)
+
+    play(script)
+
+
+@pytest.mark.parametrize(("allowed", "splits", "answer"), [("whole", 2, []), ("error", 3, [(502, "transfer_failed")])])
+def test_where_no_transfer_arrives_the_last_try_goes_to_one_half_if_that_is_allowed(allowed, splits, answer):
+    async def script(stage):
+        await pair_stage(stage)
+        await stage.ask()
+        for _ in range(splits):
+            await transfer_fails(stage)
+        assert [run.split is None for run in stage.of(Run)] == [False, False, allowed == "whole"]
+        assert len(stage.of(TransferPlan)) == splits
+        assert errors(stage) == answer
+        assert stage.router.routing.fallbacks == (allowed == "whole")
+
+    play(script, split_without_prefill_worker=allowed)
+
+
+def test_a_worker_that_refused_its_half_stays_excluded():
+    async def script(stage):
+        await pair_stage(stage)
+        pair = (worker("p-0", role=Role.PREFILL), worker("p-1", role=Role.PREFILL))
+        await stage.announce(*pair, node="p", links=(LinkInfo("RDMA_ROCE", 46.6, 0.4),))
+        await stage.ask()
+        (prefill,) = stage.of(Prefill)
+        stage.event(Phase.REFUSED, prefill, role=Role.PREFILL, reason="draining")
+        await stage.settle()
+        again = stage.of(Prefill)[-1]
+        assert again.worker != prefill.worker
+        assert stage.of(Run)[-1].worker == "d-0"
 
     play(script)
 

@@ -88,7 +88,11 @@ class ModelSection(Section):
 
 
 class RouterSection(Section):
-    """Routing. ``policies`` are import paths of the policies that may be chosen; ``policy`` is the one at start."""
+    """Routing. ``policies`` are import paths of the policies that may be chosen; ``policy`` is the one at start.
+
+    While ``long_prefill_share`` of a model's workers have prefills of more than ``long_prefill_ms`` ahead, further ones
+    go to the same workers, so that all other requests find one without; share 1 contains nothing.
+    """
 
     policy: str = "finish-time"
     policies: tuple[str, ...] = (
@@ -105,6 +109,8 @@ class RouterSection(Section):
     split_without_prefill_worker: Literal["whole", "error"] = "whole"
     long_prompt_tokens: Tokens = 4096
     long_context_classes: tuple[str, ...] = ()
+    long_prefill_ms: PositiveFloat = 3000.0
+    long_prefill_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.5
     dispatch_ack_ms: PositiveFloat = 250.0
     max_tries: Annotated[int, Meta(ge=1, le=32)] = 3
     hold_max_ms: NotNegativeFloat = 2000.0

@@ -13,7 +13,7 @@ from enum import StrEnum
 from quartet_agent.engines.base import BlocksFenced, KvPool
 from quartet_agent.kv.mover import MoveError, MoveReason
 from quartet_bus.messages import KvCommand, KvLease, KvReply
-from quartet_core.transfer_words import State
+from quartet_core.transfer_words import KvLost, State
 
 _REMEMBERED = 4096
 
@@ -21,8 +21,8 @@ _REMEMBERED = 4096
 class LeaseEnd(StrEnum):
     """Why a lease went without its blocks being used."""
 
-    RELEASED = "kv_released"
-    EXPIRED = "kv_expired"
+    RELEASED = KvLost.RELEASED.value
+    EXPIRED = KvLost.EXPIRED.value
 
 
 class Lease:

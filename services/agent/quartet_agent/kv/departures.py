@@ -14,7 +14,7 @@ from typing import Protocol
 from quartet_agent.engines.base import BlocksFenced, KvPool
 from quartet_agent.kv.mover import MoveError, Mover
 from quartet_bus.messages import KvCommand, KvLease, StreamId, TransferReason, TransferReport
-from quartet_core.transfer_words import State
+from quartet_core.transfer_words import KvLost, State
 
 _BYTES_PER_MS = 1e6  # of one GB/s
 
@@ -24,8 +24,8 @@ class DepartureEnd(StrEnum):
 
     MOVED = "moved"
     RELEASED = "released"
-    EXPIRED = "kv_expired"
-    FAILED = "kv_failed"
+    EXPIRED = KvLost.EXPIRED.value
+    FAILED = KvLost.FAILED.value
     CANCELLED = "cancelled"
 
 
