@@ -89,7 +89,7 @@ def _print(host: Host) -> None:
     if host.nvswitches:
         out.print(f"{host.nvswitches} NVSwitches")
     for remark in host.remarks:
-        out.print(f"note: {remark}")
+        out.print(f"note: {remark}", soft_wrap=True)
 
 
 def _gpus(host: Host) -> Table:

@@ -44,7 +44,7 @@ async def _telemetry(arguments: argparse.Namespace) -> int:
     out.print(_cards(told.nodes))
     out.print(_nics(told.nodes))
     for line in _notes(told.nodes):
-        out.print(line)
+        out.print(line, soft_wrap=True)
     return 0
 
 
