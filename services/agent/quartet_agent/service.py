@@ -344,6 +344,13 @@ class AgentService(Service):
         gauge("beat_trouble", "Beats not sent, and senders started again, since start.").set_function(
             lambda: self._beats.trouble
         )
+        gauge("beats_realtime", "1 while beats go before all that is not realtime on this host.").set_function(
+            lambda: self._beats.realtime
+        )
+        gauge("beats", "Beats begun, since start.").set_function(lambda: self._beats.sequence)
+        gauge("beats_skipped", "Slots that passed without a beat, since start.").set_function(
+            lambda: self._beats.skipped
+        )
         busy = gauge("engine_busy_ms", "Time an engine was busy, since start.", ("worker",))
         steps = gauge("engine_steps", "Iterations of an engine, since start.", ("worker",))
         for worker in self.workers.values():

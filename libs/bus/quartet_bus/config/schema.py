@@ -53,7 +53,13 @@ class NatsSection(Section):
 
 
 class FleetSection(Section):
-    """Heartbeats and verdicts. ``targets`` (``host:port``) replaces multicast by unicast. ``master_keys`` are hex."""
+    """Heartbeats and verdicts. ``targets`` (``host:port``) replaces multicast by unicast.
+
+    ``interface`` is an address, a name, or "" for the system's choice. ``master_keys`` are hex: the first signs, all
+    are believed; they may stand in ``master_keys_file`` instead, one a line, which agents read again when it changes.
+    ``beat_scheduling`` realtime has beats go before all other work of the host, which needs CAP_SYS_NICE; auto does so
+    where it may.
+    """
 
     multicast_group: str = "239.7.7.7"
     port: Port = 7447
@@ -61,6 +67,7 @@ class FleetSection(Section):
     multicast_ttl: Annotated[int, Meta(ge=0, le=255)] = 0
     targets: tuple[str, ...] = ()
     beat_interval_us: Annotated[int, Meta(ge=1, le=60_000_000)] = 500
+    beat_scheduling: Literal["auto", "realtime", "normal"] = "auto"
     receive_batch_ms: NotNegativeFloat = 2.0
     receive_buffer_bytes: Bytes = 8 * 1024 * 1024
     ring_path: str = ""
@@ -73,6 +80,7 @@ class FleetSection(Section):
     frozen_ms: PositiveFloat = 1000.0
     inventory_interval_ms: PositiveFloat = 2000.0
     master_keys: tuple[HexKey, ...] = ()
+    master_keys_file: str = ""
 
 
 class ModelSection(Section):
