@@ -202,8 +202,8 @@ def test_after_a_pause_beats_come_in_their_slots_and_none_is_made_up_for(beating
     for first in range(len(times) - 20):
         slots = (times[first + 20] - times[first]) / INTERVAL_NS
         assert slots > 18, "a beat may be late, and the next one in time; more than that would be a burst"
-    # And nothing drifts: beats and skipped slots together are the time that passed. Sleeping 500 us again and again would
-    # lose a tenth of it; only the first and the last beat may be some slots late.
+    # And nothing drifts: beats and skipped slots together are the time that passed. Sleeping 500 us again and again
+    # would lose a tenth of it; only the first and the last beat may be some slots late.
     span = (times[-1] - times[0]) / INTERVAL_NS
     assert abs(span - (len(times) - 1 + beats.skipped)) < 40
 

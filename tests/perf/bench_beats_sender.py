@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from quartet_agent.beats.process import ChildBeats
@@ -153,10 +154,12 @@ def _once(case: dict) -> dict[str, float]:
 
 
 def _late_us(emitted_ns: list[int]) -> list[float]:
-    """How long after its slot each beat was written, sorted; the beat that met its slot best is taken to be on time."""
-    half = INTERVAL_NS // 2
-    offsets = sorted((ns - emitted_ns[0] + half) % INTERVAL_NS - half for ns in emitted_ns)
-    return [(offset - offsets[0]) / 1e3 for offset in offsets]
+    """How long after its slot each beat was written, sorted. Where slots begin is not told, but nothing is written just
+    before: it is where the widest gap ends between places in the interval."""
+    places = sorted(ns % INTERVAL_NS for ns in emitted_ns)
+    gaps = [(later - place, later) for place, later in pairwise([*places, places[0] + INTERVAL_NS])]
+    begin = max(gaps)[1]
+    return sorted((place - begin) % INTERVAL_NS / 1e3 for place in places)
 
 
 def _line(case: dict) -> dict[str, object]:

@@ -31,5 +31,5 @@ def test_no_interface_leaves_the_choice_to_the_system():
 
 
 def test_an_interface_that_is_not_there_is_told_with_those_that_are():
-    with pytest.raises(OSError, match="no interface 'eth99' on this host; it has: .*lo"):
+    with pytest.raises(OSError, match=r"no interface 'eth99' on this host; it has: .*lo"):
         membership(GROUP, "eth99")

@@ -71,9 +71,12 @@ def may_beat(parent_age_ns: int) -> tuple[bool, bool]:
 
 
 def destinations(settings: BeatSettings) -> list[Address]:
-    """Where each beat goes. Raises ``OSError`` when no target's name is known; of several, the others are beaten to."""
+    """Where each beat goes, [] for where the socket is connected to.
+
+    Raises ``OSError`` when no target's name is known; of several, the others are beaten to.
+    """
     if not settings.targets:
-        return [(settings.multicast_group, settings.port)]
+        return []
     found, troubles = look_up(settings.targets)
     if not found:
         raise OSError(f"no target can be resolved: {'; '.join(troubles)}")
@@ -91,6 +94,8 @@ def open_socket(settings: BeatSettings) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, settings.multicast_ttl)
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, outgoing(settings.interface))
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+        # The kernel then looks the way up once. Not for unicast: a refusal of one beat would cost the next one.
+        sock.connect((settings.multicast_group, settings.port))
     return sock
 
 
@@ -106,6 +111,23 @@ class Beater:
         self._writer = self._writer_with(settings.key)
         self._raw: bytes | None = None
         self._accepting = True
+
+    def _send(self, datagram: memoryview) -> tuple[int, int]:
+        """(datagrams that the kernel took, those that it did not): what is in the way heals, or shows in the count."""
+        if not self._destinations:
+            try:
+                self._sock.send(datagram)
+            except OSError:
+                return 0, 1
+            return 1, 0
+        sent = 0
+        for destination in self._destinations:
+            try:
+                self._sock.sendto(datagram, destination)
+                sent += 1
+            except OSError:
+                continue
+        return sent, len(self._destinations) - sent
 
     def waiting_orders(self) -> int:
         """How many orders were given and not read: one line each on standard input."""
@@ -139,14 +161,7 @@ class Beater:
             datagram = self._writer.write(sequence, now_ns, workers)
         else:
             datagram = self._writer.write(sequence, now_ns, None)
-        sent = 0
-        for destination in self._destinations:
-            try:
-                self._sock.sendto(datagram, destination)
-                sent += 1
-            except OSError:
-                continue  # counted below: no route, a full buffer, a refused port; each heals or shows in the count
-        words.count(sent, len(self._destinations) - sent)
+        words.count(*self._send(datagram))
         return True
 
 
