@@ -231,6 +231,25 @@ def test_realtime_that_cannot_be_had_is_one_line_where_it_is_asked_for():
     assert len(child.stderr.splitlines()) == 1
 
 
+def with_a_realtime_limit_alone() -> None:
+    resource.setrlimit(resource.RLIMIT_RTPRIO, (1, 1))
+    pr_capbset_drop, cap_sys_nice = 24, 23
+    ctypes.CDLL(None).prctl(pr_capbset_drop, cap_sys_nice, 0, 0, 0)
+
+
+def test_a_realtime_limit_of_one_is_enough_to_be_realtime():
+    limits = resource.getrlimit(resource.RLIMIT_RTPRIO)
+    try:
+        resource.setrlimit(resource.RLIMIT_RTPRIO, (1, max(1, limits[1])))
+    except ValueError:
+        pytest.skip("this process may not have a realtime limit")
+    finally:
+        resource.setrlimit(resource.RLIMIT_RTPRIO, limits)
+    command = [sys.executable, "-c", "from quartet_agent.beats.child import *; print(schedule_realtime('realtime'))"]
+    child = subprocess.run(command, capture_output=True, text=True, preexec_fn=with_a_realtime_limit_alone)
+    assert (child.stdout, child.stderr) == ("True\n", "")
+
+
 @pytest.mark.parametrize("scheduling", ["auto", "normal"])
 def test_how_beats_are_scheduled_is_told(beating, scheduling):
     _, port = receiver()

@@ -124,12 +124,12 @@ def test_a_driver_that_is_stuck_degrades_telemetry_and_its_old_news_is_forgotten
             with_telemetry(config_of("n1"), source="nvml"), real_readings=lambda config: (PLACES, played)
         )
         await asyncio.sleep(4.1)
-        hot = stage.heard.beats[-1].workers[0].word
-        played.stuck = Taken(None, 4.0, 5_000.0, "the driver has not answered for 5 s")
+        hot, last_s = stage.heard.beats[-1].workers[0].word, asyncio.get_running_loop().time()
+        played.stuck = Taken(None, last_s, 5_000.0, "the driver has not answered for 5 s")
         await asyncio.sleep(1.0)
         stuck, still = stage.heard.telemetry[-1], stage.heard.beats[-1].workers[0].word
         assert gauge(agent, "quartet_agent_telemetry_degraded 1.0")
-        played.stuck = Taken(None, 4.0, 31_000.0, "the driver has not answered for 31 s")
+        played.stuck = Taken(None, last_s, 31_000.0, "the driver has not answered for 31 s")
         await asyncio.sleep(1.1)
         return hot, stuck, still, stage.heard.beats[-1].workers[0].word
 
@@ -142,13 +142,32 @@ def test_a_driver_that_is_stuck_degrades_telemetry_and_its_old_news_is_forgotten
     )
 
 
+def test_a_driver_that_is_gone_leaves_no_flag_behind(on_stage, config_of):
+    played = Played()
+    played.gpus = (HOT,)
+
+    async def play(stage):
+        await stage.agent(with_telemetry(config_of("n1"), source="nvml"), real_readings=lambda config: (PLACES, played))
+        await asyncio.sleep(4.1)
+        hot = stage.heard.beats[-1].workers[0].word
+        played.gpus, played.trouble = (), "NVML does not answer"  # there are readings, and no card in them
+        await asyncio.sleep(20.0)
+        held = stage.heard.beats[-1].workers[0].word
+        await asyncio.sleep(12.0)
+        return [word.THROTTLED.of(state) for state in (hot, held, stage.heard.beats[-1].workers[0].word)]
+
+    assert on_stage(play) == [1, 1, 0]
+
+
 def nic(name: str, gigabytes: float) -> NicReading:
     return NicReading(name=name, rx_bytes=int(gigabytes * 1e9), tx_bytes=0, gbit_per_s=200.0)
 
 
-@pytest.mark.parametrize(("busy_nic", "alarms"), [("ens0", True), ("eno1", False)])
+@pytest.mark.parametrize(
+    ("busy_nic", "alarms", "ends_by"), [("ens0", True, "relief"), ("ens0", True, "silence"), ("eno1", False, "relief")]
+)
 def test_a_worker_that_suffers_from_the_nic_beside_it_is_congested_and_told_of(
-    on_stage, config_of, engine_of, body_of, busy_nic, alarms
+    on_stage, config_of, engine_of, body_of, busy_nic, alarms, ends_by
 ):
     played = Played()
 
@@ -170,6 +189,8 @@ def test_a_worker_that_suffers_from_the_nic_beside_it_is_congested_and_told_of(
         suffering = stage.heard.telemetry[-1], stage.heard.beats[-1].workers[0].word
         shown = gauge(agent, 'quartet_agent_root_congested{nic="ens0",root="pci0000:15",worker="n1-0"} 1.0')
         engine.time_scale = 5.0
+        if ends_by == "silence":
+            stage.cancel()  # the worker has nothing to do any more, so nothing more is learned
         for _ in range(240):  # the NIC falls silent
             await asyncio.sleep(1.0)
         return suffering, shown, stage.heard.telemetry[-1], stage.heard.beats[-1].workers[0].word

@@ -57,8 +57,8 @@ class FleetSection(Section):
 
     ``interface`` is an address, a name, or "" for the system's choice. ``master_keys`` are hex: the first signs, all
     are believed; they may stand in ``master_keys_file`` instead, one a line, which agents read again when it changes.
-    ``beat_scheduling`` realtime has beats go before all other work of the host, which needs CAP_SYS_NICE; auto does so
-    where it may.
+    ``beat_scheduling`` realtime has beats go before all other work of the host, which needs CAP_SYS_NICE or
+    RLIMIT_RTPRIO; auto does so where it may.
     """
 
     multicast_group: str = "239.7.7.7"

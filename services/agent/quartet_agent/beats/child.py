@@ -207,7 +207,9 @@ def schedule_realtime(scheduling: str) -> bool:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
     except (OSError, ValueError) as error:
         if scheduling == "realtime":
-            raise OSError(f"beats cannot be scheduled realtime ({error}): that needs CAP_SYS_NICE") from None
+            raise OSError(
+                f"beats cannot be scheduled realtime ({error}): that needs CAP_SYS_NICE or RLIMIT_RTPRIO"
+            ) from None
         return False
     return True
 

@@ -14,8 +14,9 @@ from quartet_core.contention import Contention, ContentionLimits
 from quartet_core.readings import GpuReading, HostReading, NicReading, rate_per_s
 from quartet_core.strain import GpuStrain, StrainLimits
 
-STALE_MS = 30_000.0
-"""Without a reading for so long, what the last ones said of a card holds no more: old news must not bend routing."""
+STALE_S = 30.0
+"""Without a reading of a card for so long, what the last ones said of it holds no more: old news must not bend
+routing."""
 
 MAX_WATCHED = 256
 """Pairs of a worker and a NIC beside it; 16 workers and 16 NICs below one root complex are no real host."""
@@ -43,7 +44,9 @@ class TelemetryAuthor:
         self._strain_limits = strain_limits(section)
         self._contention_limits = contention_limits(section)
         self._strains: dict[int, GpuStrain] = {}
+        self._seen_s: dict[int, float] = {}
         self._contentions: dict[tuple[str, str], Contention] = {}
+        self._fed: dict[tuple[str, str], int] = {}
         self._steps: dict[str, int] = {}
         self._before: HostReading | None = None
         self._before_s = 0.0
@@ -65,11 +68,10 @@ class TelemetryAuthor:
         with their age."""
         taken = self._port.take()
         if taken.reading is not None:
-            self._read(taken.reading, taken.at_s - self._before_s if self._before is not None else 0.0)
+            self._read(taken.reading, taken.at_s)
             self._before, self._before_s = taken.reading, taken.at_s
-        elif taken.age_ms > STALE_MS and self._strains:
-            self._strains.clear()
-            self._mark_workers()
+        self._forget(taken.at_s + taken.age_ms / 1e3)
+        self._mark_workers()
         self._note(taken)
         self._number += 1
         return NodeTelemetry(
@@ -84,9 +86,11 @@ class TelemetryAuthor:
             alerts=tuple(self._alerts()),
         )
 
-    def _read(self, reading: HostReading, seconds: float) -> None:
+    def _read(self, reading: HostReading, at_s: float) -> None:
+        seconds = at_s - self._before_s if self._before is not None else 0.0
         for gpu in reading.gpus:
             strain = self._strains.setdefault(gpu.index, GpuStrain(self._strain_limits))
+            self._seen_s[gpu.index] = at_s
             if strain.feed(gpu, seconds):
                 self._log.warning(
                     "a card's state changed",
@@ -101,7 +105,6 @@ class TelemetryAuthor:
         before = {nic.name: nic for nic in self._before.nics} if self._before is not None else {}
         self._nics = tuple(self._nic(nic, before.get(nic.name), seconds) for nic in reading.nics)
         self._watch_roots(reading)
-        self._mark_workers()
         self._gpus = tuple(self._gpu(gpu) for gpu in reading.gpus)
 
     def _watch_roots(self, reading: HostReading) -> None:
@@ -124,6 +127,7 @@ class TelemetryAuthor:
             if len(self._contentions) >= MAX_WATCHED:
                 return
             contention = self._contentions[key] = Contention(self._contention_limits)
+        self._fed[key] = self._number
         if contention.feed(drift, share):
             found = contention.finding
             self._log.warning(
@@ -135,6 +139,14 @@ class TelemetryAuthor:
                 nic=nic.name,
                 **({} if found is None else structs.asdict(found)),
             )
+
+    def _forget(self, now_s: float) -> None:
+        """Drop cards that were not read for a while, and pairs that nothing was learned of for a whole window."""
+        for gpu in [gpu for gpu, seen_s in self._seen_s.items() if now_s - seen_s > STALE_S]:
+            del self._seen_s[gpu], self._strains[gpu]
+        window = self._contention_limits.window
+        for key in [key for key, number in self._fed.items() if self._number - number > window]:
+            del self._fed[key], self._contentions[key]
 
     def _mark_workers(self) -> None:
         for worker in self._workers:
