@@ -71,12 +71,9 @@ def may_beat(parent_age_ns: int) -> tuple[bool, bool]:
 
 
 def destinations(settings: BeatSettings) -> list[Address]:
-    """Where each beat goes, [] for where the socket is connected to.
-
-    Raises ``OSError`` when no target's name is known; of several, the others are beaten to.
-    """
+    """Where each beat goes. Raises ``OSError`` when no target's name is known; of several, the others are beaten to."""
     if not settings.targets:
-        return []
+        return [(settings.multicast_group, settings.port)]
     found, troubles = look_up(settings.targets)
     if not found:
         raise OSError(f"no target can be resolved: {'; '.join(troubles)}")
@@ -94,8 +91,6 @@ def open_socket(settings: BeatSettings) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, settings.multicast_ttl)
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, outgoing(settings.interface))
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
-        # The kernel then looks the way up once. Not for unicast: a refusal of one beat would cost the next one.
-        sock.connect((settings.multicast_group, settings.port))
     return sock
 
 
@@ -114,12 +109,6 @@ class Beater:
 
     def _send(self, datagram: memoryview) -> tuple[int, int]:
         """(datagrams that the kernel took, those that it did not): what is in the way heals, or shows in the count."""
-        if not self._destinations:
-            try:
-                self._sock.send(datagram)
-            except OSError:
-                return 0, 1
-            return 1, 0
         sent = 0
         for destination in self._destinations:
             try:
@@ -198,7 +187,7 @@ def schedule_realtime(scheduling: str) -> bool:
     Returns whether it was done. Raises ``OSError`` where it must be and cannot.
 
     The child runs some 50 us of every 500, and on a host whose cores are all busy it would else wait for milliseconds
-    behind whoever computes: half of its beats and more (``make bench ONLY=beats_sender``).
+    behind whoever computes, and miss a fifth of its slots and more (``make bench ONLY=beats_sender``).
     """
     if scheduling == "normal":
         return False
