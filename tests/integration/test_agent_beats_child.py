@@ -1,5 +1,6 @@
 """The beating child as a real process: datagrams on loopback multicast and unicast, and whom it follows into death."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -36,11 +37,15 @@ def receiver(group: str | None = None) -> tuple[socket.socket, int]:
 def hear(sock: socket.socket, until, keys=(), tick=lambda: None) -> list[heartbeat.Beat]:
     """Beats as they come, up to and with the first for which ``until`` holds; ``tick`` shows that the agent runs."""
     beats = []
-    while True:
+    sock.settimeout(0.05)
+    end = time.monotonic() + 30.0
+    while time.monotonic() < end:
         tick()
-        beats.append(heartbeat.decode(sock.recv(2048), keys))
-        if until(beats[-1]):
-            return beats
+        with contextlib.suppress(TimeoutError):
+            beats.append(heartbeat.decode(sock.recv(2048), keys))
+            if until(beats[-1]):
+                return beats
+    raise AssertionError(f"{len(beats)} beats within 30 s, and not the one that is waited for")
 
 
 def alive(pid: int) -> bool:
@@ -79,7 +84,10 @@ def test_beats_arrive_in_sequence_and_follow_the_words(group):
     assert all(earlier.emit_ns < later.emit_ns for earlier, later in pairwise(heard))
     # what was published before the sequence was read is in every beat from then on
     assert all(beat.workers[0].word == 2 | ACCEPTING for beat in heard if beat.sequence >= said_from)
-    assert all(beat.workers[1] == first[1] for beat in heard if beat.workers)
+    unaccepting = [
+        (worker.ordinal, worker.incarnation, worker.word & ~ACCEPTING) for beat in heard for worker in beat.workers[1:]
+    ]
+    assert set(unaccepting) == {(1, 12, 5)}  # before the first tick is seen, beats may not say that it accepts
 
 
 def test_with_a_master_key_every_beat_carries_the_nodes_tag():
@@ -88,7 +96,7 @@ def test_with_a_master_key_every_beat_carries_the_nodes_tag():
     beats = ChildBeats(FleetSection(port=port, targets=(f"127.0.0.1:{port}",), master_keys=(master.hex(), "00" * 32)))
     beats.start("n1", 1)
     try:
-        heard = hear(sock, lambda beat: beat.sequence > 20, keys=[node_key(master, "n1")])
+        heard = hear(sock, lambda beat: beat.sequence > 20, keys=[node_key(master, "n1")], tick=beats.tick)
     finally:
         beats.stop()
         sock.close()
@@ -100,7 +108,7 @@ def test_stopping_ends_the_child_and_a_child_that_was_killed_is_replaced():
     beats = ChildBeats(FleetSection(port=port, targets=(f"127.0.0.1:{port}",)))
     beats.start("n1", 1)
     try:
-        hear(sock, lambda beat: beat.sequence > 5)
+        hear(sock, lambda beat: beat.sequence > 5, tick=beats.tick)
         first = beats.pid
         os.kill(first, signal.SIGKILL)
         assert gone(first)
@@ -110,7 +118,7 @@ def test_stopping_ends_the_child_and_a_child_that_was_killed_is_replaced():
             beats.tick()
             time.sleep(0.05)
         assert beats.pid != first
-        heard = hear(sock, lambda beat: beat.sequence > before + 5)
+        heard = hear(sock, lambda beat: beat.sequence > before + 5, tick=beats.tick)
         assert heard[-1].sequence > before  # it goes on counting: to collectors it is the same node
     finally:
         second = beats.pid

@@ -125,6 +125,81 @@ class NodeInventory(Struct):
     resident: tuple[str, ...] = ()
 
 
+class GpuTelemetry(Struct, frozen=True, kw_only=True):
+    """One card, as ``quartet_core.readings.GpuReading``; None is what the card does not tell.
+
+    ``workers`` run on it. ``throttled`` and ``congested`` are what the rules made of its last readings, and stand in
+    the workers' words.
+    """
+
+    index: Count32
+    workers: tuple[str, ...] = ()
+    root: str = ""
+    temperature_c: Finite | None = None
+    power_w: Amount | None = None
+    power_limit_w: Amount | None = None
+    sm_mhz: Amount | None = None
+    sm_max_mhz: Amount | None = None
+    memory_mhz: Amount | None = None
+    busy_share: Fraction | None = None
+    memory_used_bytes: Count | None = None
+    reasons: tuple[str, ...] = ()
+    pcie_rx_gb_per_s: Amount | None = None
+    pcie_tx_gb_per_s: Amount | None = None
+    pcie_gen: Count32 | None = None
+    pcie_width: Count32 | None = None
+    replays: Count | None = None
+    throttled: bool = False
+    congested: bool = False
+
+
+class NicTelemetry(Struct, frozen=True, kw_only=True):
+    """One NIC. Rates are since the message before; None in the first one, and after its counters began anew."""
+
+    name: str
+    root: str = ""
+    gbit_per_s: Amount | None = None
+    rx_gb_per_s: Amount | None = None
+    tx_gb_per_s: Amount | None = None
+    rx_bytes: Count = 0
+    tx_bytes: Count = 0
+    rx_dropped: Count = 0
+    errors: Count = 0
+
+
+class RootAlert(Struct, frozen=True, kw_only=True):
+    """A root complex that is congested: ``worker`` is slower while ``nic``, which shares it, is busy.
+
+    ``correlation`` is of ranks, ``t`` its size over what chance makes of it; drifts are means.
+    """
+
+    root: str
+    worker: str
+    nic: str
+    correlation: Finite
+    t: Finite
+    drift_busy: Amount
+    drift_quiet: Amount
+
+
+class NodeTelemetry(Struct, kw_only=True):
+    """How one node's cards and NICs fare, once a second. Never routed by: what matters is in the workers' words.
+
+    ``source`` is where the numbers come from, "nvml" or "simulated". ``degraded`` says why some or all of them are
+    missing or old, "" when none is; ``age_ms`` is how old the reading was when this was said.
+    """
+
+    node: str
+    incarnation: Count32
+    number: Count
+    source: str
+    degraded: str = ""
+    age_ms: Amount = 0.0
+    gpus: tuple[GpuTelemetry, ...] = ()
+    nics: tuple[NicTelemetry, ...] = ()
+    alerts: tuple[RootAlert, ...] = ()
+
+
 class WorkerState(Struct, frozen=True, array_like=True):
     """One worker as a collector believes it: state bits 0-23, the beat that said so, and a verdict.
 

@@ -21,6 +21,7 @@ from quartet_bus.messages import (
     LedgerNote,
     LinkTable,
     NodeInventory,
+    NodeTelemetry,
     Phase,
     PrefetchCommand,
     Prefill,
@@ -171,6 +172,16 @@ def inventory(node: str) -> Topic[NodeInventory]:
 def inventory_all() -> Topic[NodeInventory]:
     """Static facts of all nodes."""
     return Topic(f"{PREFIX}.node.*.inventory", NodeInventory)
+
+
+def telemetry(node: str) -> Topic[NodeTelemetry]:
+    """How the cards and NICs of one node fare."""
+    return Topic(f"{PREFIX}.node.{token(node)}.telemetry", NodeTelemetry)
+
+
+def telemetry_all() -> Topic[NodeTelemetry]:
+    """How the cards and NICs of all nodes fare."""
+    return Topic(f"{PREFIX}.node.*.telemetry", NodeTelemetry)
 
 
 def affinity(worker: str) -> Topic[AffinityUpdate]:

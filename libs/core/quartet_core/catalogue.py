@@ -69,7 +69,7 @@ class HardwareClass(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ``memory_bandwidth_gb_s`` and the dense TFLOPS are the vendor's; the ``measured_`` ones are timed weight reads and
     large matrix products. ``price_per_hour`` is in USD per GPU. ``idle_w`` and ``tdp_w`` bound its power.
     ``long_context`` says that long uncached prompts belong here. ``estimated`` marks classes whose times were never
-    measured.
+    measured. ``pci_devices`` are the cards that belong here, as ``vendor:device`` in hex, for ``quartet detect``.
     """
 
     name: str
@@ -88,6 +88,7 @@ class HardwareClass(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     measured_fp8_tflops: float | None = None
     long_context: bool = False
     estimated: bool = False
+    pci_devices: tuple[str, ...] = ()
     source: str = ""
 
     @property

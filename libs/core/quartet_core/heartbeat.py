@@ -143,7 +143,7 @@ class BeatWriter:
     What does not change between beats is computed once: the keyed hash state is copied, not built anew.
     """
 
-    __slots__ = ("_buffer", "_incarnation", "_keyed", "_node", "_view")
+    __slots__ = ("_buffer", "_count", "_end", "_incarnation", "_keyed", "_node", "_view")
 
     def __init__(self, node: int, incarnation: int, key: bytes | None = None) -> None:
         if key is not None:
@@ -153,18 +153,20 @@ class BeatWriter:
         self._keyed = None if key is None else blake2s(digest_size=TAG_BYTES, key=key)
         self._buffer = bytearray(MAX_DATAGRAM_BYTES)
         self._view = memoryview(self._buffer)
+        self._count = 0
+        self._end = WORKERS_OFFSET
 
-    def write(self, sequence: int, emit_ns: int, workers: Iterable[BeatWorker]) -> memoryview:
-        """The datagram of these workers. The view is good until the next call; the tag is zero without a key.
+    def write(self, sequence: int, emit_ns: int, workers: Iterable[BeatWorker] | None) -> memoryview:
+        """The datagram of these workers, None for those of the last call. The view is good until the next call; the tag
+        is zero without a key.
 
         Raises ``ValueError`` for more than 255 workers, or a value that has no room in its field.
         """
-        buffer, end = self._buffer, WORKERS_OFFSET
+        buffer = self._buffer
         try:
-            for worker in workers:
-                WORKER.pack_into(buffer, end, worker.ordinal, worker.incarnation, worker.word)
-                end += WORKER.size
-            count = (end - WORKERS_OFFSET) // WORKER.size
+            if workers is not None:
+                self._take(workers)
+            count, end = self._count, self._end
             HEADER.pack_into(buffer, 0, MAGIC, VERSION, count, self._incarnation, self._node, sequence, emit_ns)
         except struct.error as error:
             raise ValueError(f"beat {sequence} has no room for a value: {error}") from error
@@ -177,6 +179,13 @@ class BeatWriter:
             tag = digest.digest()
         buffer[TAG_OFFSET:WORKERS_OFFSET] = tag
         return view[:end]
+
+    def _take(self, workers: Iterable[BeatWorker]) -> None:
+        end = WORKERS_OFFSET
+        for worker in workers:
+            WORKER.pack_into(self._buffer, end, worker.ordinal, worker.incarnation, worker.word)
+            end += WORKER.size
+        self._count, self._end = (end - WORKERS_OFFSET) // WORKER.size, end
 
 
 def _check_key(key: bytes) -> None:

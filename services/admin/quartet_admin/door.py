@@ -67,6 +67,10 @@ class AdminDoor(AdminServicer):
         finally:
             self._watchers -= 1
 
+    async def GetTelemetry(self, request: pb.GetTelemetryRequest, context: object) -> pb.Telemetry:
+        views = self._service.telemetry.views(request.node, self._service.now_ns())
+        return pb.Telemetry(nodes=[wire.telemetry(view) for view in views])
+
     async def DrainWorker(self, request: pb.WorkerRequest, context: object) -> pb.WorkerReply:
         return await self._order(request.worker, "drain")
 

@@ -10,6 +10,7 @@ from quartet_admin.decisions import Decisions
 from quartet_admin.errors import Absent, Denied, NoAnswer, UnknownPolicy, UnknownRequest, UnknownWorker
 from quartet_admin.fleet import FleetTable, WorkerView
 from quartet_admin.gathering import Gathering
+from quartet_admin.telemetry import TelemetryTable
 from quartet_bus import subjects
 from quartet_bus.bus import Bus, BusError, NoResponders
 from quartet_bus.config.schema import Config
@@ -19,6 +20,7 @@ from quartet_bus.messages import (
     FleetDelta,
     FleetSnapshot,
     NodeInventory,
+    NodeTelemetry,
     Phase,
     RequestEvent,
 )
@@ -39,13 +41,15 @@ class RouterChoice(Struct, frozen=True):
 
 
 class AdminService(Service):
-    """Hears inventories, fleet state and request ends; says control verbs; owns nothing that it could not rebuild."""
+    """Hears inventories, fleet state, telemetry and request ends; says control verbs; owns nothing that it could not
+    rebuild."""
 
     name = "admin"
 
     def __init__(self, bus: Bus, config: Config, *, instance: str, random: random.Random, catalogue: Catalogue) -> None:
         super().__init__(bus, config, instance=instance, random=random)
         self.fleet = FleetTable(config.router.max_workers)
+        self.telemetry = TelemetryTable(config.router.max_workers)
         listed = {name: hardware.price_per_hour for name, hardware in catalogue.hardware.items()}
         self.cost = CostLedger(listed | config.cost.price_per_hour)
         self.replaying = True
@@ -70,7 +74,8 @@ class AdminService(Service):
         await self.hear(subjects.request_event(Phase.END), self._on_end)
         for phase in (Phase.HELD, Phase.DISPATCHED, Phase.REJECTED):
             await self.hear(subjects.request_event(phase), self.decisions.hear)
-        self.every(1.0, lambda: self.fleet.forget(self.now_ns()))
+        await self.hear(subjects.telemetry_all(), self._on_telemetry)
+        self.every(1.0, self._forget)
         self.say(subjects.control("agent", "_all", "inventory"), ControlRequest())
         self.say(subjects.control("collector", "_all", "snapshot"), ControlRequest())
         self.spawn(self._replay(), "replay of request ends")
@@ -173,6 +178,13 @@ class AdminService(Service):
 
     def _on_snapshot(self, snapshot: FleetSnapshot) -> None:
         self.fleet.snapshot(snapshot, self.now_ns())
+
+    def _on_telemetry(self, told: NodeTelemetry) -> None:
+        self.telemetry.heard(told, self.now_ns())
+
+    def _forget(self) -> None:
+        self.fleet.forget(self.now_ns())
+        self.telemetry.forget(self.now_ns())
 
     def _on_end(self, event: RequestEvent) -> None:
         if self.cost.heard(event):

@@ -1,7 +1,10 @@
 """From what the service knows to what gRPC carries. Words become units here, once."""
 
+from msgspec import structs
+
 from quartet_admin.cost import Column, Line
 from quartet_admin.fleet import NodeView, WorkerView, verdict_of
+from quartet_admin.telemetry import TelemetryView
 from quartet_bus.messages import RequestEvent, Role
 from quartet_core import word as words
 from quartet_core.verdict import Verdict
@@ -80,6 +83,20 @@ def node(view: NodeView) -> pb.Node:
         resident=inventory.resident,
         last_beat_age_ms=None if view.beat_age_ns is None else view.beat_age_ns / _NS_PER_MS,
         inventory_age_ms=view.inventory_age_ns / _NS_PER_MS,
+    )
+
+
+def telemetry(view: TelemetryView) -> pb.NodeTelemetry:
+    """How one node's cards and NICs fare. The messages of gRPC have the fields of the bus's, by name."""
+    told = view.told
+    return pb.NodeTelemetry(
+        node=told.node,
+        source=told.source,
+        degraded=told.degraded,
+        age_ms=told.age_ms + view.age_ns / _NS_PER_MS,
+        gpus=[pb.GpuTelemetry(**structs.asdict(gpu)) for gpu in told.gpus],
+        nics=[pb.NicTelemetry(**structs.asdict(nic)) for nic in told.nics],
+        alerts=[pb.RootAlert(**structs.asdict(alert)) for alert in told.alerts],
     )
 
 

@@ -7,6 +7,7 @@ from random import Random
 from quartet_agent.beats.process import ChildBeats
 from quartet_agent.kv.tcp import TcpMover
 from quartet_agent.service import AgentService
+from quartet_agent.telemetry.wiring import real_readings
 from quartet_bus.bus import Bus
 from quartet_bus.config.schema import Config
 from quartet_bus.process import run
@@ -22,6 +23,7 @@ def make(bus: Bus, config: Config, instance: str, random: Random) -> AgentServic
         beats=ChildBeats(config.fleet),
         mover=TcpMover(config.kv.listen),
         token_bytes=secrets.token_bytes,
+        real_readings=real_readings,
     )
 
 

@@ -24,10 +24,15 @@ from quartet_agent.kv.mover import Mover
 from quartet_agent.loading.resident import ResidentSet
 from quartet_agent.runs import Run, RunPorts
 from quartet_agent.streams import Streams
+from quartet_agent.telemetry import wiring
+from quartet_agent.telemetry.author import TelemetryAuthor
+from quartet_agent.telemetry.gauges import Gauges
 from quartet_agent.worker import HostedWorker
 from quartet_bus import catalogue, subjects
 from quartet_bus.author import StreamAuthor
 from quartet_bus.bus import Bus, Message, RequestTimeout
+from quartet_bus.catalogue import WHERE
+from quartet_bus.config.check import ConfigError
 from quartet_bus.config.schema import Config
 from quartet_bus.loop import VirtualLoop
 from quartet_bus.messages import (
@@ -53,10 +58,12 @@ _decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
 
 
 class AgentService(Service):
-    """Hears dispatches, cancels, KV and prefetch commands; says frames, request events, inventory, affinity and beats.
+    """Hears dispatches, cancels, KV and prefetch commands; says frames, request events, inventory, affinity, telemetry
+    and beats.
 
     Owns this node's workers. ``instance`` is the node's name. ``beats`` sends the state words, ``mover`` the KV;
-    ``token_bytes`` makes lease secrets, from ``random`` when it is not given.
+    ``token_bytes`` makes lease secrets, from ``random`` when it is not given; ``real_readings`` reads the host's own
+    hardware, where there is some.
     """
 
     name = "agent"
@@ -71,6 +78,7 @@ class AgentService(Service):
         beats: BeatPort,
         mover: Mover,
         token_bytes: Callable[[int], bytes] | None = None,
+        real_readings: wiring.RealReadings | None = None,
     ) -> None:
         super().__init__(bus, config, instance=instance, random=random)
         self.incarnation = random.randrange(1, 1 << 32)
@@ -79,6 +87,10 @@ class AgentService(Service):
         self._beats = beats
         self._mover = mover
         self._token_bytes = token_bytes or random.randbytes
+        self._real_readings = real_readings
+        self._telemetry: TelemetryAuthor | None = None
+        self._gauges = Gauges(self.metrics)
+        self._sent_bytes: dict[str, int] = {}
         self._started = False
         self._idle = asyncio.Event()
         self._phases = self.metrics.counter("request_events", "Request events said.", ("phase", "outcome"))
@@ -107,6 +119,9 @@ class AgentService(Service):
         self.every(_TICK_S, self._tick)
         self.every(_AFFINITY_INTERVAL_S, self._tick_affinity)
         self.every(self.config.fleet.inventory_interval_ms / 1e3, self.inventory.announce)
+        if self._telemetry is not None:
+            self._telemetry.start()
+            self.every(self.config.telemetry.interval_ms / 1e3, self._tick_telemetry)
         self._started = True
 
     async def stop(self) -> None:
@@ -119,6 +134,8 @@ class AgentService(Service):
                 await self._flush()
         finally:
             self._beats.stop()
+            if self._telemetry is not None:
+                self._telemetry.stop()
             await super().stop()
             await self._mover.close()
             for worker in self.workers.values():
@@ -173,7 +190,24 @@ class AgentService(Service):
         self.inventory.resident = self.resident.models
         rows, hashes = config.router.affinity_rows, config.router.affinity_hashes
         self._affinity = {worker.id: AffinityAuthor(worker, rows, hashes, self._say_affinity) for worker in hosted}
+        self._telemetry = self._read_host(hosted)
         self._watch()
+
+    def _read_host(self, hosted: list[HostedWorker]) -> TelemetryAuthor | None:
+        telemetry = self.config.telemetry
+        wiring.check(telemetry)
+        match wiring.source_of(telemetry, self.config.agent):
+            case "none":
+                return None
+            case "simulated":
+                places, port = wiring.simulated_readings(
+                    self.config, hosted, self.loop.time, self._sent_bytes, self.arrivals.tokens_of
+                )
+            case source if self._real_readings is None:
+                raise ConfigError(WHERE, "telemetry.source", source, "is for real processes alone")
+            case _:
+                places, port = self._real_readings(self.config)
+        return TelemetryAuthor(telemetry, hosted, places, port, self.board.touch, self.log)
 
     # What it hears
 
@@ -211,6 +245,13 @@ class AgentService(Service):
         for affinity in self._affinity.values():
             affinity.tick()
 
+    def _tick_telemetry(self) -> None:
+        if self._telemetry is not None:
+            told = self._telemetry.tick(self.instance, self.incarnation)
+            self.board.write()
+            self.say(subjects.telemetry(self.instance), told)
+            self._gauges.show(told)
+
     def _resident_changed(self) -> None:
         self.inventory.resident = self.resident.models
         self.inventory.changed()
@@ -229,6 +270,7 @@ class AgentService(Service):
     def _say_progress(self, report: TransferReport) -> None:
         self.say(subjects.kv_progress(), report)
         if report.wire_bytes:
+            self._sent_bytes[report.source] = self._sent_bytes.get(report.source, 0) + report.kv_bytes
             self._moved.labels("wire").inc(report.wire_bytes)
             self._moved.labels("charged").inc(report.kv_bytes)
 
@@ -301,6 +343,13 @@ class AgentService(Service):
         )
         gauge("beat_trouble", "Beats not sent, and senders started again, since start.").set_function(
             lambda: self._beats.trouble
+        )
+        gauge("beats_realtime", "1 while beats go before all that is not realtime on this host.").set_function(
+            lambda: self._beats.realtime
+        )
+        gauge("beats", "Beats begun, since start.").set_function(lambda: self._beats.sequence)
+        gauge("beats_skipped", "Slots that passed without a beat, since start.").set_function(
+            lambda: self._beats.skipped
         )
         busy = gauge("engine_busy_ms", "Time an engine was busy, since start.", ("worker",))
         steps = gauge("engine_steps", "Iterations of an engine, since start.", ("worker",))

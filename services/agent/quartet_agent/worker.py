@@ -16,7 +16,10 @@ _PRESSED_BELOW = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """What does not change while the worker runs. ``watts_per_gpu`` is its class's power when busy, 0 if unknown."""
+    """What does not change while the worker runs.
+
+    ``watts_per_gpu`` is its class's power when busy, ``pcie_gen`` the generation of its way to the host; 0 if unknown.
+    """
 
     model: str
     hardware: str
@@ -34,6 +37,7 @@ class WorkerFacts:
     adapters: tuple[str, ...] = ()
     step_ms: float = 0.0
     watts_per_gpu: float = 0.0
+    pcie_gen: int = 0
 
 
 class HostedWorker:
@@ -53,6 +57,9 @@ class HostedWorker:
         self.runs: dict[tuple[str, StreamId], Run] = {}
         self.unread_ms = 0.0
         """Predicted prefill of work accepted but not yet read into the engine: in the word from its acceptance on."""
+        self.throttled = False
+        self.congested = False
+        """What telemetry says of its cards and its root complex; the engine may say so, too."""
 
     @property
     def safe(self) -> bool:
@@ -98,8 +105,8 @@ class HostedWorker:
             batch=word.batch_level(load.running),
             drift=word.drift_level(load.drift),
             accepting=accepting and not self.draining,
-            throttled=load.throttled,
-            congested=load.congested,
+            throttled=load.throttled or self.throttled,
+            congested=load.congested or self.congested,
             pressed=load.pressed or load.free_kv_fraction < _PRESSED_BELOW,
             fault=load.fault,
             steps=load.steps,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from quartet_bus.config.schema import FleetSection
+from quartet_bus.multicast import membership
 from quartet_heartbeat_collector.batch import ROW_WORDS, BeatBatch, decode
 
 ROWS = 1024
@@ -172,8 +173,8 @@ def _open(fleet: FleetSection) -> socket.socket:
                 heard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         heard.bind((host, fleet.port))
         if not fleet.targets:
-            membership = socket.inet_aton(fleet.multicast_group) + socket.inet_aton(fleet.interface)
-            heard.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, membership)
+            joined = membership(fleet.multicast_group, fleet.interface)
+            heard.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, joined)
             if _LINUX:
                 # Otherwise this socket hears every group that anybody on this host joined.
                 heard.setsockopt(socket.IPPROTO_IP, _IP_MULTICAST_ALL, 0)

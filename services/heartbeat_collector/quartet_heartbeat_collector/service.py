@@ -7,6 +7,7 @@ import msgspec
 
 from quartet_bus import subjects
 from quartet_bus.bus import Bus
+from quartet_bus.config.keys import MasterKeys
 from quartet_bus.config.schema import Config
 from quartet_bus.messages import ControlReply, ControlRequest, FleetDelta, FleetSnapshot, NodeInventory, NodeStamp
 from quartet_bus.ring import RecordTooLarge, RingWriter
@@ -50,7 +51,7 @@ class CollectorService(Service):
         self.receive: Callable[[], None] | None = None
         self.trouble: str | None = None
         self.counts = CollectorMetrics(self.metrics)
-        self.fleet = Fleet(limits_of(fleet), [bytes.fromhex(key) for key in fleet.master_keys])
+        self.fleet = Fleet(limits_of(fleet), MasterKeys(fleet).keys)
         self._number = 0
         self._delta_interval_ns = round(fleet.delta_interval_ms * 1e6)
         self._said_ns = 0

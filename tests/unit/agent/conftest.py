@@ -23,6 +23,7 @@ from quartet_bus.messages import (
     KvReply,
     KvVerb,
     NodeInventory,
+    NodeTelemetry,
     Phase,
     Prefill,
     RequestEvent,
@@ -61,6 +62,7 @@ class Heard:
     inventories: list[NodeInventory] = field(default_factory=list)
     progress: list[TransferReport] = field(default_factory=list)
     affinity: list = field(default_factory=list)
+    telemetry: list[NodeTelemetry] = field(default_factory=list)
     beats: list[Beat] = field(default_factory=list)
 
     def phases(self, stream_id: str = "r") -> list[str]:
@@ -93,12 +95,13 @@ class Stage:
             (subjects.inventory_all(), self.heard.inventories),
             (subjects.kv_progress(), self.heard.progress),
             (subjects.affinity_all(), self.heard.affinity),
+            (subjects.telemetry_all(), self.heard.telemetry),
         ):
             decode = msgspec.msgpack.Decoder(topic.kind).decode
             await self.bus.subscribe(topic.subject, lambda m, into=into, decode=decode: into.append(decode(m.data)))
         await self.bus.subscribe("_INBOX.t.>", lambda m: self.heard.frames.append(wire_frames.decode(m.data)))
 
-    async def agent(self, config: Config, *, mover=None, beat_s: float = 0.005) -> AgentService:
+    async def agent(self, config: Config, *, mover=None, beat_s: float = 0.005, real_readings=None) -> AgentService:
         node = config.agent.node
         agent = AgentService(
             MemoryBus(self.broker),
@@ -107,6 +110,7 @@ class Stage:
             random=random.Random(node),
             beats=VirtualBeats(self.heard.beats.append, beat_s),
             mover=mover or MemoryMover(self.network, node),
+            real_readings=real_readings,
         )
         await agent.start()
         self.agents.append(agent)

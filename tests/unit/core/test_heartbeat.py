@@ -154,3 +154,12 @@ def test_who_sent_a_datagram_can_be_asked_before_it_is_believed():
 
 def test_the_tag_does_not_depend_on_the_tag_in_place():
     assert beat_tag(encode(BEAT), b"key") == beat_tag(encode(BEAT, b"key"), b"key")
+
+
+@given(st.lists(st.tuples(st.none() | WORKERS, st.integers(0, 2**64 - 1)), max_size=8))
+def test_a_writer_that_is_given_no_workers_says_those_of_before(calls):
+    writer, last = BeatWriter(1, 2, b"key"), []
+    for sequence, (workers, emit_ns) in enumerate(calls):
+        last = last if workers is None else workers
+        written = bytes(writer.write(sequence, emit_ns, workers))
+        assert written == encode(Beat(1, 2, sequence, emit_ns, tuple(last)), b"key")

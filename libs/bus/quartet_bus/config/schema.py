@@ -53,7 +53,13 @@ class NatsSection(Section):
 
 
 class FleetSection(Section):
-    """Heartbeats and verdicts. ``targets`` (``host:port``) replaces multicast by unicast. ``master_keys`` are hex."""
+    """Heartbeats and verdicts. ``targets`` (``host:port``) replaces multicast by unicast.
+
+    ``interface`` is an address, a name, or "" for the system's choice. ``master_keys`` are hex: the first signs, all
+    are believed; they may stand in ``master_keys_file`` instead, one a line, which agents read again when it changes.
+    ``beat_scheduling`` realtime has beats go before all other work of the host, which needs CAP_SYS_NICE or
+    RLIMIT_RTPRIO; auto does so where it may.
+    """
 
     multicast_group: str = "239.7.7.7"
     port: Port = 7447
@@ -61,6 +67,7 @@ class FleetSection(Section):
     multicast_ttl: Annotated[int, Meta(ge=0, le=255)] = 0
     targets: tuple[str, ...] = ()
     beat_interval_us: Annotated[int, Meta(ge=1, le=60_000_000)] = 500
+    beat_scheduling: Literal["auto", "realtime", "normal"] = "auto"
     receive_batch_ms: NotNegativeFloat = 2.0
     receive_buffer_bytes: Bytes = 8 * 1024 * 1024
     ring_path: str = ""
@@ -73,6 +80,7 @@ class FleetSection(Section):
     frozen_ms: PositiveFloat = 1000.0
     inventory_interval_ms: PositiveFloat = 2000.0
     master_keys: tuple[HexKey, ...] = ()
+    master_keys_file: str = ""
 
 
 class ModelSection(Section):
@@ -212,14 +220,72 @@ class EngineSection(Section):
     adapters: tuple[str, ...] = ()
 
 
+class GpuSection(Section):
+    """One card of this host, as ``quartet detect --toml`` writes it. ``root`` names the host bridge it is below.
+
+    ``numa`` is -1 where the host does not say; generation and width of its PCIe link are the most it can do, 0 unknown.
+    """
+
+    index: CountOrZero
+    hardware: str = ""
+    pci: str = ""
+    uuid: str = ""
+    root: str = ""
+    numa: Annotated[int, Meta(ge=-1, le=1023)] = -1
+    pcie_gen: Annotated[int, Meta(ge=0, le=7)] = 0
+    pcie_width: Annotated[int, Meta(ge=0, le=32)] = 0
+
+
+class NicSection(Section):
+    """One NIC of this host, as ``quartet detect --toml`` writes it. ``gbit_per_s`` 0 means unknown."""
+
+    name: str
+    pci: str = ""
+    root: str = ""
+    numa: Annotated[int, Meta(ge=-1, le=1023)] = -1
+    gbit_per_s: NotNegativeFloat = 0.0
+    rdma: str = ""
+
+
 class AgentSection(Section):
-    """One host: its name, where it stands, how it is wired, and its engines."""
+    """One host: its name, where it stands, how it is wired, its engines, its cards and NICs.
+
+    Without ``gpus`` and ``nics`` an agent with real engines looks for itself; given, they are believed.
+    """
 
     node: str = ""
     zone: str = ""
     fabrics: tuple[str, ...] = ("TCP",)
     max_running: Count = 4096
     engines: tuple[EngineSection, ...] = ()
+    gpus: tuple[GpuSection, ...] = ()
+    nics: tuple[NicSection, ...] = ()
+
+
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class TelemetrySection(Section):
+    """How cards and NICs fare, once a second beside the beats, and when that shows in a worker's word.
+
+    ``source`` auto is NVML where an engine of this host is real, simulated where all are. A read that takes longer than
+    ``read_timeout_ms`` makes the telemetry degraded. What the limits mean, and where their values come from, is said in
+    ``quartet_core.strain.StrainLimits`` and ``quartet_core.contention.ContentionLimits``, whose names they bear.
+    """
+
+    source: Literal["auto", "nvml", "simulated", "none"] = "auto"
+    interval_ms: Milliseconds = 1000
+    read_timeout_ms: Milliseconds = 3000
+    power_clock_share: Share = 0.75
+    cool_margin_c: NotNegativeFloat = 5.0
+    pcie_high: Share = 0.75
+    pcie_low: Share = 0.55
+    replays_per_s: PositiveFloat = 10.0
+    raise_readings: Count = 3
+    clear_readings: Count = 5
+    contention_window: Annotated[int, Meta(ge=60, le=3600)] = 300
+    contention_t: PositiveFloat = 5.0
+    contention_slowdown: Annotated[float, Meta(ge=1.06)] = 1.15
 
 
 class Config(Section):
@@ -237,3 +303,4 @@ class Config(Section):
     admin: AdminSection = field(default_factory=AdminSection)
     cost: CostSection = field(default_factory=CostSection)
     agent: AgentSection = field(default_factory=AgentSection)
+    telemetry: TelemetrySection = field(default_factory=TelemetrySection)

@@ -369,6 +369,320 @@ class FleetChange(_message.Message):
 Global___FleetChange: _TypeAlias = FleetChange  # noqa: Y015
 
 @_typing.final
+class GetTelemetryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """"" for all"""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTelemetryRequest: _TypeAlias = GetTelemetryRequest  # noqa: Y015
+
+@_typing.final
+class GpuTelemetry(_message.Message):
+    """One card. What it does not tell is absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_C_FIELD_NUMBER: _builtins.int
+    POWER_W_FIELD_NUMBER: _builtins.int
+    POWER_LIMIT_W_FIELD_NUMBER: _builtins.int
+    SM_MHZ_FIELD_NUMBER: _builtins.int
+    SM_MAX_MHZ_FIELD_NUMBER: _builtins.int
+    MEMORY_MHZ_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    PCIE_RX_GB_PER_S_FIELD_NUMBER: _builtins.int
+    PCIE_TX_GB_PER_S_FIELD_NUMBER: _builtins.int
+    PCIE_GEN_FIELD_NUMBER: _builtins.int
+    PCIE_WIDTH_FIELD_NUMBER: _builtins.int
+    REPLAYS_FIELD_NUMBER: _builtins.int
+    THROTTLED_FIELD_NUMBER: _builtins.int
+    CONGESTED_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    root: _builtins.str
+    """the PCIe root complex it is below, "" when not known"""
+    temperature_c: _builtins.float
+    power_w: _builtins.float
+    power_limit_w: _builtins.float
+    sm_mhz: _builtins.float
+    sm_max_mhz: _builtins.float
+    memory_mhz: _builtins.float
+    busy_share: _builtins.float
+    memory_used_bytes: _builtins.int
+    pcie_rx_gb_per_s: _builtins.float
+    pcie_tx_gb_per_s: _builtins.float
+    pcie_gen: _builtins.int
+    pcie_width: _builtins.int
+    replays: _builtins.int
+    """PCIe packets sent again since the driver was loaded"""
+    throttled: _builtins.bool
+    """as in its workers' words"""
+    congested: _builtins.bool
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that run on it"""
+
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """why its clocks are not what they could be"""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        root: _builtins.str = ...,
+        temperature_c: _builtins.float | None = ...,
+        power_w: _builtins.float | None = ...,
+        power_limit_w: _builtins.float | None = ...,
+        sm_mhz: _builtins.float | None = ...,
+        sm_max_mhz: _builtins.float | None = ...,
+        memory_mhz: _builtins.float | None = ...,
+        busy_share: _builtins.float | None = ...,
+        memory_used_bytes: _builtins.int | None = ...,
+        reasons: _abc.Iterable[_builtins.str] | None = ...,
+        pcie_rx_gb_per_s: _builtins.float | None = ...,
+        pcie_tx_gb_per_s: _builtins.float | None = ...,
+        pcie_gen: _builtins.int | None = ...,
+        pcie_width: _builtins.int | None = ...,
+        replays: _builtins.int | None = ...,
+        throttled: _builtins.bool = ...,
+        congested: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_memory_mhz", b"_memory_mhz", "_memory_used_bytes", b"_memory_used_bytes", "_pcie_gen", b"_pcie_gen", "_pcie_rx_gb_per_s", b"_pcie_rx_gb_per_s", "_pcie_tx_gb_per_s", b"_pcie_tx_gb_per_s", "_pcie_width", b"_pcie_width", "_power_limit_w", b"_power_limit_w", "_power_w", b"_power_w", "_replays", b"_replays", "_sm_max_mhz", b"_sm_max_mhz", "_sm_mhz", b"_sm_mhz", "_temperature_c", b"_temperature_c", "busy_share", b"busy_share", "memory_mhz", b"memory_mhz", "memory_used_bytes", b"memory_used_bytes", "pcie_gen", b"pcie_gen", "pcie_rx_gb_per_s", b"pcie_rx_gb_per_s", "pcie_tx_gb_per_s", b"pcie_tx_gb_per_s", "pcie_width", b"pcie_width", "power_limit_w", b"power_limit_w", "power_w", b"power_w", "replays", b"replays", "sm_max_mhz", b"sm_max_mhz", "sm_mhz", b"sm_mhz", "temperature_c", b"temperature_c"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_memory_mhz", b"_memory_mhz", "_memory_used_bytes", b"_memory_used_bytes", "_pcie_gen", b"_pcie_gen", "_pcie_rx_gb_per_s", b"_pcie_rx_gb_per_s", "_pcie_tx_gb_per_s", b"_pcie_tx_gb_per_s", "_pcie_width", b"_pcie_width", "_power_limit_w", b"_power_limit_w", "_power_w", b"_power_w", "_replays", b"_replays", "_sm_max_mhz", b"_sm_max_mhz", "_sm_mhz", b"_sm_mhz", "_temperature_c", b"_temperature_c", "busy_share", b"busy_share", "congested", b"congested", "index", b"index", "memory_mhz", b"memory_mhz", "memory_used_bytes", b"memory_used_bytes", "pcie_gen", b"pcie_gen", "pcie_rx_gb_per_s", b"pcie_rx_gb_per_s", "pcie_tx_gb_per_s", b"pcie_tx_gb_per_s", "pcie_width", b"pcie_width", "power_limit_w", b"power_limit_w", "power_w", b"power_w", "reasons", b"reasons", "replays", b"replays", "root", b"root", "sm_max_mhz", b"sm_max_mhz", "sm_mhz", b"sm_mhz", "temperature_c", b"temperature_c", "throttled", b"throttled", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
+    _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015
+    _WhichOneofReturnType__memory_mhz: _TypeAlias = _typing.Literal["memory_mhz"]  # noqa: Y015
+    _WhichOneofArgType__memory_mhz: _TypeAlias = _typing.Literal["_memory_mhz", b"_memory_mhz"]  # noqa: Y015
+    _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_gen: _TypeAlias = _typing.Literal["pcie_gen"]  # noqa: Y015
+    _WhichOneofArgType__pcie_gen: _TypeAlias = _typing.Literal["_pcie_gen", b"_pcie_gen"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_rx_gb_per_s: _TypeAlias = _typing.Literal["pcie_rx_gb_per_s"]  # noqa: Y015
+    _WhichOneofArgType__pcie_rx_gb_per_s: _TypeAlias = _typing.Literal["_pcie_rx_gb_per_s", b"_pcie_rx_gb_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_tx_gb_per_s: _TypeAlias = _typing.Literal["pcie_tx_gb_per_s"]  # noqa: Y015
+    _WhichOneofArgType__pcie_tx_gb_per_s: _TypeAlias = _typing.Literal["_pcie_tx_gb_per_s", b"_pcie_tx_gb_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_width: _TypeAlias = _typing.Literal["pcie_width"]  # noqa: Y015
+    _WhichOneofArgType__pcie_width: _TypeAlias = _typing.Literal["_pcie_width", b"_pcie_width"]  # noqa: Y015
+    _WhichOneofReturnType__power_limit_w: _TypeAlias = _typing.Literal["power_limit_w"]  # noqa: Y015
+    _WhichOneofArgType__power_limit_w: _TypeAlias = _typing.Literal["_power_limit_w", b"_power_limit_w"]  # noqa: Y015
+    _WhichOneofReturnType__power_w: _TypeAlias = _typing.Literal["power_w"]  # noqa: Y015
+    _WhichOneofArgType__power_w: _TypeAlias = _typing.Literal["_power_w", b"_power_w"]  # noqa: Y015
+    _WhichOneofReturnType__replays: _TypeAlias = _typing.Literal["replays"]  # noqa: Y015
+    _WhichOneofArgType__replays: _TypeAlias = _typing.Literal["_replays", b"_replays"]  # noqa: Y015
+    _WhichOneofReturnType__sm_max_mhz: _TypeAlias = _typing.Literal["sm_max_mhz"]  # noqa: Y015
+    _WhichOneofArgType__sm_max_mhz: _TypeAlias = _typing.Literal["_sm_max_mhz", b"_sm_max_mhz"]  # noqa: Y015
+    _WhichOneofReturnType__sm_mhz: _TypeAlias = _typing.Literal["sm_mhz"]  # noqa: Y015
+    _WhichOneofArgType__sm_mhz: _TypeAlias = _typing.Literal["_sm_mhz", b"_sm_mhz"]  # noqa: Y015
+    _WhichOneofReturnType__temperature_c: _TypeAlias = _typing.Literal["temperature_c"]  # noqa: Y015
+    _WhichOneofArgType__temperature_c: _TypeAlias = _typing.Literal["_temperature_c", b"_temperature_c"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__busy_share) -> _WhichOneofReturnType__busy_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_mhz) -> _WhichOneofReturnType__memory_mhz | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_gen) -> _WhichOneofReturnType__pcie_gen | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_rx_gb_per_s) -> _WhichOneofReturnType__pcie_rx_gb_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_tx_gb_per_s) -> _WhichOneofReturnType__pcie_tx_gb_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_width) -> _WhichOneofReturnType__pcie_width | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power_limit_w) -> _WhichOneofReturnType__power_limit_w | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power_w) -> _WhichOneofReturnType__power_w | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replays) -> _WhichOneofReturnType__replays | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_max_mhz) -> _WhichOneofReturnType__sm_max_mhz | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_mhz) -> _WhichOneofReturnType__sm_mhz | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_c) -> _WhichOneofReturnType__temperature_c | None: ...
+
+Global___GpuTelemetry: _TypeAlias = GpuTelemetry  # noqa: Y015
+
+@_typing.final
+class NicTelemetry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    GBIT_PER_S_FIELD_NUMBER: _builtins.int
+    RX_GB_PER_S_FIELD_NUMBER: _builtins.int
+    TX_GB_PER_S_FIELD_NUMBER: _builtins.int
+    RX_BYTES_FIELD_NUMBER: _builtins.int
+    TX_BYTES_FIELD_NUMBER: _builtins.int
+    RX_DROPPED_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    root: _builtins.str
+    gbit_per_s: _builtins.float
+    rx_gb_per_s: _builtins.float
+    tx_gb_per_s: _builtins.float
+    rx_bytes: _builtins.int
+    tx_bytes: _builtins.int
+    rx_dropped: _builtins.int
+    errors: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        root: _builtins.str = ...,
+        gbit_per_s: _builtins.float | None = ...,
+        rx_gb_per_s: _builtins.float | None = ...,
+        tx_gb_per_s: _builtins.float | None = ...,
+        rx_bytes: _builtins.int = ...,
+        tx_bytes: _builtins.int = ...,
+        rx_dropped: _builtins.int = ...,
+        errors: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gbit_per_s", b"_gbit_per_s", "_rx_gb_per_s", b"_rx_gb_per_s", "_tx_gb_per_s", b"_tx_gb_per_s", "gbit_per_s", b"gbit_per_s", "rx_gb_per_s", b"rx_gb_per_s", "tx_gb_per_s", b"tx_gb_per_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gbit_per_s", b"_gbit_per_s", "_rx_gb_per_s", b"_rx_gb_per_s", "_tx_gb_per_s", b"_tx_gb_per_s", "errors", b"errors", "gbit_per_s", b"gbit_per_s", "name", b"name", "root", b"root", "rx_bytes", b"rx_bytes", "rx_dropped", b"rx_dropped", "rx_gb_per_s", b"rx_gb_per_s", "tx_bytes", b"tx_bytes", "tx_gb_per_s", b"tx_gb_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gbit_per_s: _TypeAlias = _typing.Literal["gbit_per_s"]  # noqa: Y015
+    _WhichOneofArgType__gbit_per_s: _TypeAlias = _typing.Literal["_gbit_per_s", b"_gbit_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__rx_gb_per_s: _TypeAlias = _typing.Literal["rx_gb_per_s"]  # noqa: Y015
+    _WhichOneofArgType__rx_gb_per_s: _TypeAlias = _typing.Literal["_rx_gb_per_s", b"_rx_gb_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__tx_gb_per_s: _TypeAlias = _typing.Literal["tx_gb_per_s"]  # noqa: Y015
+    _WhichOneofArgType__tx_gb_per_s: _TypeAlias = _typing.Literal["_tx_gb_per_s", b"_tx_gb_per_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gbit_per_s) -> _WhichOneofReturnType__gbit_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rx_gb_per_s) -> _WhichOneofReturnType__rx_gb_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tx_gb_per_s) -> _WhichOneofReturnType__tx_gb_per_s | None: ...
+
+Global___NicTelemetry: _TypeAlias = NicTelemetry  # noqa: Y015
+
+@_typing.final
+class RootAlert(_message.Message):
+    """A worker that is slower while a NIC below the same root complex is busy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROOT_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    NIC_FIELD_NUMBER: _builtins.int
+    CORRELATION_FIELD_NUMBER: _builtins.int
+    T_FIELD_NUMBER: _builtins.int
+    DRIFT_BUSY_FIELD_NUMBER: _builtins.int
+    DRIFT_QUIET_FIELD_NUMBER: _builtins.int
+    root: _builtins.str
+    worker: _builtins.str
+    nic: _builtins.str
+    correlation: _builtins.float
+    """of ranks"""
+    t: _builtins.float
+    """its size over what chance makes of it"""
+    drift_busy: _builtins.float
+    """mean drift while the NIC was busy, and while it was quiet"""
+    drift_quiet: _builtins.float
+    def __init__(
+        self,
+        *,
+        root: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        nic: _builtins.str = ...,
+        correlation: _builtins.float = ...,
+        t: _builtins.float = ...,
+        drift_busy: _builtins.float = ...,
+        drift_quiet: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation", b"correlation", "drift_busy", b"drift_busy", "drift_quiet", b"drift_quiet", "nic", b"nic", "root", b"root", "t", b"t", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RootAlert: _TypeAlias = RootAlert  # noqa: Y015
+
+@_typing.final
+class NodeTelemetry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    NICS_FIELD_NUMBER: _builtins.int
+    ALERTS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    source: _builtins.str
+    """nvml or simulated"""
+    degraded: _builtins.str
+    """why some of it is missing or old; "" when none is"""
+    age_ms: _builtins.float
+    """of the reading, since it was made"""
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuTelemetry]: ...
+    @_builtins.property
+    def nics(self) -> _containers.RepeatedCompositeFieldContainer[Global___NicTelemetry]: ...
+    @_builtins.property
+    def alerts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RootAlert]: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        source: _builtins.str = ...,
+        degraded: _builtins.str = ...,
+        age_ms: _builtins.float = ...,
+        gpus: _abc.Iterable[Global___GpuTelemetry] | None = ...,
+        nics: _abc.Iterable[Global___NicTelemetry] | None = ...,
+        alerts: _abc.Iterable[Global___RootAlert] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "alerts", b"alerts", "degraded", b"degraded", "gpus", b"gpus", "nics", b"nics", "node", b"node", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeTelemetry: _TypeAlias = NodeTelemetry  # noqa: Y015
+
+@_typing.final
+class Telemetry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeTelemetry]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodeTelemetry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Telemetry: _TypeAlias = Telemetry  # noqa: Y015
+
+@_typing.final
 class WorkerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

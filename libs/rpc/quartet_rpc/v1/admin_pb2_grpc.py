@@ -46,6 +46,11 @@ class AdminStub:
                 request_serializer=quartet__rpc_dot_v1_dot_admin__pb2.WatchFleetRequest.SerializeToString,
                 response_deserializer=quartet__rpc_dot_v1_dot_admin__pb2.FleetChange.FromString,
                 _registered_method=True)
+        self.GetTelemetry = channel.unary_unary(
+                '/quartet.v1.Admin/GetTelemetry',
+                request_serializer=quartet__rpc_dot_v1_dot_admin__pb2.GetTelemetryRequest.SerializeToString,
+                response_deserializer=quartet__rpc_dot_v1_dot_admin__pb2.Telemetry.FromString,
+                _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/quartet.v1.Admin/DrainWorker',
                 request_serializer=quartet__rpc_dot_v1_dot_admin__pb2.WorkerRequest.SerializeToString,
@@ -125,6 +130,13 @@ class AdminServicer:
 
     def WatchFleet(self, request, context):
         """The whole fleet once, then what changed, at most once per interval.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTelemetry(self, request, context):
+        """How the cards and NICs of all nodes fare, as their agents last said.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -229,6 +241,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.WatchFleet,
                     request_deserializer=quartet__rpc_dot_v1_dot_admin__pb2.WatchFleetRequest.FromString,
                     response_serializer=quartet__rpc_dot_v1_dot_admin__pb2.FleetChange.SerializeToString,
+            ),
+            'GetTelemetry': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTelemetry,
+                    request_deserializer=quartet__rpc_dot_v1_dot_admin__pb2.GetTelemetryRequest.FromString,
+                    response_serializer=quartet__rpc_dot_v1_dot_admin__pb2.Telemetry.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -350,6 +367,33 @@ class Admin:
             '/quartet.v1.Admin/WatchFleet',
             quartet__rpc_dot_v1_dot_admin__pb2.WatchFleetRequest.SerializeToString,
             quartet__rpc_dot_v1_dot_admin__pb2.FleetChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTelemetry(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.Admin/GetTelemetry',
+            quartet__rpc_dot_v1_dot_admin__pb2.GetTelemetryRequest.SerializeToString,
+            quartet__rpc_dot_v1_dot_admin__pb2.Telemetry.FromString,
             options,
             channel_credentials,
             insecure,

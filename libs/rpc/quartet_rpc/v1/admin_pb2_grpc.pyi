@@ -37,6 +37,8 @@ class AdminStub:
     """All nodes and workers as last heard."""
     WatchFleet: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchFleetRequest, _admin_pb2.FleetChange]
     """The whole fleet once, then what changed, at most once per interval."""
+    GetTelemetry: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTelemetryRequest, _admin_pb2.Telemetry]
+    """How the cards and NICs of all nodes fare, as their agents last said."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WorkerRequest, _admin_pb2.WorkerReply]
     """No new work; what runs is finished. WatchFleet shows when its batch is empty."""
     ResumeWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WorkerRequest, _admin_pb2.WorkerReply]
@@ -67,6 +69,8 @@ class AdminAsyncStub(AdminStub):
     """All nodes and workers as last heard."""
     WatchFleet: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchFleetRequest, _admin_pb2.FleetChange]  # type: ignore[assignment]
     """The whole fleet once, then what changed, at most once per interval."""
+    GetTelemetry: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTelemetryRequest, _admin_pb2.Telemetry]  # type: ignore[assignment]
+    """How the cards and NICs of all nodes fare, as their agents last said."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.WorkerRequest, _admin_pb2.WorkerReply]  # type: ignore[assignment]
     """No new work; what runs is finished. WatchFleet shows when its batch is empty."""
     ResumeWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.WorkerRequest, _admin_pb2.WorkerReply]  # type: ignore[assignment]
@@ -106,6 +110,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.FleetChange], _abc.AsyncIterator[_admin_pb2.FleetChange]]:
         """The whole fleet once, then what changed, at most once per interval."""
+
+    @_abc_1.abstractmethod
+    def GetTelemetry(
+        self,
+        request: _admin_pb2.GetTelemetryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.Telemetry, _abc.Awaitable[_admin_pb2.Telemetry]]:
+        """How the cards and NICs of all nodes fare, as their agents last said."""
 
     @_abc_1.abstractmethod
     def DrainWorker(

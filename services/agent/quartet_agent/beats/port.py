@@ -19,6 +19,16 @@ class BeatPort(Protocol):
         """How often a beat could not be sent, or the sender had to be started again, so far."""
         ...
 
+    @property
+    def skipped(self) -> int:
+        """Slots that had passed before anyone could beat in them, so far; none is made up for."""
+        ...
+
+    @property
+    def realtime(self) -> bool:
+        """Whether beats go before everything on the host that is not realtime."""
+        ...
+
     def start(self, node: str, incarnation: int) -> None:
         """Called once, before anything else: begin to beat for ``node``. No words yet is a beat without workers."""
         ...

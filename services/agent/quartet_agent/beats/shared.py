@@ -4,9 +4,12 @@ An anonymous file (memfd), so that nothing is left behind whoever dies first. Al
 aligned offsets, each written by one side only, and CPython stores such a cell in one move:
 
     0  sequence last begun        child          4  number of workers    agent
-    1  beats sent                 child          8+ one cell a worker    agent
-    2  sends that failed          child             ordinal | incarnation << 16 | word << 32
-    3  agent's last tick, ns      agent
+    1  beats sent                 child          5  slots skipped        child
+    2  sends that failed          child          6  number of orders     agent
+    3  agent's last tick, ns      agent          7  1 if realtime        child
+    8+ one cell a worker          agent             ordinal | incarnation << 16 | word << 32
+
+An order (another key, other targets) is a line on the child's standard input; the line is written first, then counted.
 
 The agent writes a word, then reads the sequence; the child writes the sequence, then reads the words. A processor may
 let a read overtake an earlier write of other memory, but only for as long as its store buffer takes to drain, some
@@ -20,7 +23,7 @@ from typing import Final
 
 from quartet_core.heartbeat import MAX_WORKERS, BeatWorker
 
-_SEQUENCE, _SENT, _FAILED, _TICK, _COUNT = range(5)
+_SEQUENCE, _SENT, _FAILED, _TICK, _COUNT, _SKIPPED, _ORDERS, _REALTIME = range(8)
 _FIRST_WORKER: Final = 8
 _CELLS: Final = _FIRST_WORKER + MAX_WORKERS + 1
 
@@ -60,6 +63,29 @@ class SharedWords:
         """When the agent's loop was last seen to run, on the host's monotonic clock."""
         return self._cells[_TICK]
 
+    @property
+    def skipped(self) -> int:
+        """Slots that had passed before the child could beat in them."""
+        return self._cells[_SKIPPED]
+
+    @property
+    def realtime(self) -> bool:
+        """Whether the child goes before everything that is not realtime."""
+        return bool(self._cells[_REALTIME])
+
+    def write_realtime(self, realtime: bool) -> None:
+        """How the child is scheduled."""
+        self._cells[_REALTIME] = realtime
+
+    @property
+    def orders(self) -> int:
+        """Orders given so far."""
+        return self._cells[_ORDERS]
+
+    def count_order(self) -> None:
+        """One more order waits to be read."""
+        self._cells[_ORDERS] += 1
+
     def write_tick(self, now_ns: int) -> None:
         """The agent's loop runs."""
         self._cells[_TICK] = now_ns
@@ -94,6 +120,10 @@ class SharedWords:
         """Add to what was sent, and to what was not."""
         self._cells[_SENT] += sent
         self._cells[_FAILED] += failed
+
+    def count_skipped(self, slots: int) -> None:
+        """Add slots in which nobody beat."""
+        self._cells[_SKIPPED] += slots
 
     def close(self) -> None:
         """Unmap."""

@@ -28,6 +28,16 @@ class VirtualBeats:
         """As ``BeatPort.trouble``: none, ever."""
         return 0
 
+    @property
+    def skipped(self) -> int:
+        """As ``BeatPort.skipped``: none, ever."""
+        return 0
+
+    @property
+    def realtime(self) -> bool:
+        """As ``BeatPort.realtime``: its clock waits for it."""
+        return True
+
     def start(self, node: str, incarnation: int) -> None:
         """As ``BeatPort.start``; needs a running loop."""
         self._node = node_hash(node)

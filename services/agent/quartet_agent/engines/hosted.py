@@ -97,6 +97,7 @@ def _simulated(
         adapters=section.adapters,
         step_ms=profile.weight_read_ms * section.time_scale,
         watts_per_gpu=hardware.tdp_w,
+        pcie_gen=hardware.host_link.pcie_gen,
     )
     engine = SimulatedEngine(
         profile,

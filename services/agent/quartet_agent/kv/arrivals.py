@@ -98,6 +98,8 @@ class Arrivals:
         """Where the mover listens; set once it does."""
         self.expired = 0
         """Leases that nobody renewed, released or used in time."""
+        self.tokens_of: dict[str, int] = {}
+        """Tokens whose KV came and was committed, by worker, since start."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -139,6 +141,7 @@ class Arrivals:
         if lease.state is State.MOVED:
             lease.pool.commit(transfer, lease.epoch)
             lease.state = State.COMMITTED
+            self.tokens_of[lease.worker] = self.tokens_of.get(lease.worker, 0) + lease.tokens
             self._on_committed(lease.worker, transfer)
         elif lease.state is not State.COMMITTED:
             return KvReply(False, transfer, "incomplete")
