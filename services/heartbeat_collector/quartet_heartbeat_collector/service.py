@@ -19,10 +19,7 @@ from quartet_heartbeat_collector.metrics import CollectorMetrics
 from quartet_heartbeat_collector.roster import Outcome
 
 _STEPS_INTERVAL_S = 0.2
-"""How often the verdicts are told whose engines stepped: a fifth of the shortest time that means frozen.
-
-A thousand busy engines cost 4-6 ms each time.
-"""
+"""How often the verdicts are told whose engines stepped: a fifth of the shortest time that means frozen."""
 
 _ASK_INTERVAL_NS = 200_000_000
 """Inventories are asked for at most so often: agents also say them by themselves every few seconds."""
@@ -119,6 +116,7 @@ class CollectorService(Service):
     def status(self) -> dict[str, object]:
         """Counts and the nodes' verdicts, for operators."""
         board, now_ns = self.fleet.board, self.now_ns()
+        self.fleet.settle(now_ns)
         return {
             "incarnation": self.incarnation,
             "number": self._number,
@@ -127,6 +125,7 @@ class CollectorService(Service):
             "superseded": board.superseded,
             "dropped": {str(reason): number for reason, number in board.dropped.items()},
             "lost": board.lost,
+            "resumed": board.sequences.resumed,
             "ring_records": self.ring.records if self.ring else 0,
             "nodes": [
                 {
@@ -156,12 +155,14 @@ class CollectorService(Service):
         self.fleet.note_steps(self.now_ns())
 
     def _stamp(self) -> None:
+        self.fleet.settle(self.now_ns())
         stamps = self.fleet.stamps()
         if stamps or self.fleet.changed:
             self._say_delta(stamps)
 
     def _snapshot(self) -> None:
         now_ns = self.now_ns()
+        self.fleet.settle(now_ns)
         # What is not said yet is in the snapshot; saying it first keeps "after delta number" true.
         if self.fleet.changed:
             self._say_delta(())
