@@ -98,7 +98,8 @@ def decode(rows: Words, lengths: NDArray[np.uint32]) -> BeatBatch:
 
 def _counts(columns: Words) -> NDArray[np.uint8]:
     """The worker counts, where they lie: the fourth byte of each datagram's first word."""
-    return columns[0].view(np.uint8)[3::8]
+    counts: NDArray[np.uint8] = columns[0].view(np.uint8)[3::8]
+    return counts
 
 
 def _reasons(first: Words, lengths: NDArray[np.uint32], right_size: NDArray[np.bool_]) -> dict[Reason, int]:

@@ -41,6 +41,7 @@ async def edges(service: CollectorService) -> AsyncIterator[None]:
             service.log.warning(receiver.warning)
         service.log.info("hearing", address=receiver.address, buffer_bytes=receiver.buffer_bytes, ring=fleet.ring_path)
         service.counts.receive_buffer.set(receiver.buffer_bytes)
+        service.kernel_drops = receiver.kernel_drops
         service.counts.kernel_drops.set_function(receiver.kernel_drops)
 
         def receive() -> None:
@@ -61,4 +62,5 @@ async def edges(service: CollectorService) -> AsyncIterator[None]:
         finally:
             # Deltas may still be said while the service stops, but no longer into a closed ring.
             service.receive = service.ring = None
+            service.kernel_drops = int
             service.counts.kernel_drops.set_function(lambda: 0.0)

@@ -96,7 +96,8 @@ class Sequences:
     def good(self, slots: Positions, sequences: Numbers) -> Flags:
         """Which of these are new and no jump, as of the last ``settle``."""
         lowest, highest = self._bounds.take(slots, axis=1)
-        return (sequences > lowest) & (sequences <= highest)
+        good: Flags = (sequences > lowest) & (sequences <= highest)
+        return good
 
     def refuse(self, slots: Positions, sequences: Numbers, now_ns: int) -> tuple[int, int]:
         """Take note of beats that are not ``good``; return how many are replays, and how many jumps."""

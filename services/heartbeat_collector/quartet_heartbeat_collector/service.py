@@ -34,7 +34,8 @@ class CollectorService(Service):
     """Hears beats (from its edge) and inventories; says deltas, stamps and snapshots; owns the verdicts.
 
     ``ring`` is where deltas also go, if an edge attached one. ``receive`` is called before everybody is judged, so
-    that what has arrived is read first. ``trouble`` is why nothing can be received just now, set by the edge.
+    that what has arrived is read first. ``trouble`` is why nothing can be received just now, set by the edge, as is
+    ``kernel_drops``, the count of datagrams that the kernel had no room for.
     """
 
     name = "collector"
@@ -45,6 +46,7 @@ class CollectorService(Service):
         self.incarnation = random.getrandbits(48) + 1
         self.ring: RingWriter | None = None
         self.receive: Callable[[], None] | None = None
+        self.kernel_drops: Callable[[], int] = int
         self.trouble: str | None = None
         self.counts = CollectorMetrics(self.metrics)
         self.fleet = Fleet(limits_of(fleet), [bytes.fromhex(key) for key in fleet.master_keys])
@@ -126,6 +128,7 @@ class CollectorService(Service):
             "dropped": {str(reason): number for reason, number in board.dropped.items()},
             "lost": board.lost,
             "resumed": board.sequences.resumed,
+            "kernel_drops": self.kernel_drops(),
             "ring_records": self.ring.records if self.ring else 0,
             "nodes": [
                 {
