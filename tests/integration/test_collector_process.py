@@ -248,11 +248,13 @@ async def test_noise_and_forged_beats_on_the_wire_are_counted_and_change_nothing
         await asyncio.sleep(0.001)
     async with asyncio.timeout(GENEROUS_S):
         while (status := await scene.status("it-one"))["received"] < sent + scene.sequence:
-            await asyncio.sleep(0.01)
-    assert status["kernel_drops"] == 0
+            pass
     dropped = status["dropped"]
-    assert sum(dropped.values()) == sent
-    assert status["received"] == status["taken"] + status["superseded"] + sent
+    assert (status["received"], status["kernel_drops"]) == (sent + scene.sequence, 0)
+    assert status["received"] == status["taken"] + status["superseded"] + sum(dropped.values())
+    assert status["taken"] <= scene.sequence
+    # A copy in one batch with its original is not dropped, but superseded by it.
+    assert sum(dropped.values()) + status["superseded"] >= sent
     wanted = {"magic", "version", "length", "unknown_node", "incarnation", "replay"} | ({"tag"} if keys else set())
     assert {reason for reason, number in dropped.items() if number} >= wanted
     assert not scene.told(BUSY & STATE_MASK)
