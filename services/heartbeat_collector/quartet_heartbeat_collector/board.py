@@ -141,12 +141,8 @@ class FleetBoard:
         self._heard_ns[heard] = now_ns
         return self._keep(batch, heard, chosen)
 
-    def tell(self, now_ns: int) -> list[Node]:
-        """Tell nodes their newest beat, count what was lost; return those heard since the last call.
-
-        Longest unheard first.
-        """
-        self._settle(now_ns)
+    def tell(self) -> list[Node]:
+        """Tell nodes their newest beat; return those heard since the last call, longest unheard first."""
         last = self.sequences.last
         heard = (last != self._told).nonzero()[0]
         heard = heard[np.argsort(self._heard_ns[heard], kind="stable")]
@@ -183,7 +179,7 @@ class FleetBoard:
         good = announced & self.sequences.good(slots, batch.sequences)
         if good.all():
             return slots, None
-        self._settle(now_ns)  # what was out of reach then may not be now
+        self.settle(now_ns)  # what was out of reach then may not be now
         good = announced & self.sequences.good(slots, batch.sequences)
         self._count_refused(batch, slots, known, announced, good, now_ns)
         position = good.nonzero()[0]
@@ -199,7 +195,8 @@ class FleetBoard:
         self.dropped[Drop.REPLAY] += replays
         self.dropped[Drop.JUMP] += jumps
 
-    def _settle(self, now_ns: int) -> None:
+    def settle(self, now_ns: int) -> None:
+        """Count what was lost, and how far ahead nodes may be from now on."""
         for slot, missing in self.sequences.settle(now_ns):
             node = self._nodes[slot]
             if node is not None:

@@ -98,16 +98,14 @@ class Fleet:
         entries = self.board.take(batch, now_ns)
         self._strangers += self.board.dropped[Drop.UNKNOWN_NODE] + self.board.dropped[Drop.INCARNATION] - strangers
         if any(entry.node.name not in self._met for entry in entries):
-            self.settle(now_ns)  # verdicts note words only of nodes they know
+            self._tell()  # verdicts note words only of nodes they know
         for entry in entries:
             self._take_word(entry, now_ns)
 
     def settle(self, now_ns: int) -> None:
-        """Tell nodes and verdicts who was heard, and count what was lost: nobody needs to know with each batch."""
-        told = self.board.tell(now_ns)
-        self._verdicts.heard_all([(node.name, node.incarnation, node.sequence, node.heard_ns) for node in told])
-        if len(self._met) < len(self._roster.nodes):
-            self._met.update(node.name for node in told)
+        """Bring nodes, verdicts and the count of what was lost up to date: nobody needs them so with each batch."""
+        self.board.settle(now_ns)
+        self._tell()
 
     def note_steps(self, now_ns: int) -> None:
         """Tell the verdicts whose engines have stepped. Once in a while is enough: frozen means a second or more."""
@@ -120,7 +118,7 @@ class Fleet:
 
     def tick(self, now_ns: int) -> None:
         """Judge everybody. Read what has arrived before."""
-        self.settle(now_ns)
+        self._tell()
         for change in self._verdicts.tick(now_ns):
             node = self._roster.nodes.get(str(change.node))
             if node is None or node.incarnation != change.incarnation:
@@ -172,6 +170,13 @@ class Fleet:
             for worker, verdict in self.verdicts(node)
             if worker.state is not None
         )
+
+    def _tell(self) -> None:
+        """Tell nodes and verdicts who was heard since the last time."""
+        told = self.board.tell()
+        self._verdicts.heard_all([(node.name, node.incarnation, node.sequence, node.heard_ns) for node in told])
+        if len(self._met) < len(self._roster.nodes):
+            self._met.update(node.name for node in told)
 
     def _announced(self, entry: Entry) -> Worker | None:
         worker = entry.node.workers.get(entry.ordinal)

@@ -1,4 +1,4 @@
-"""The collector's metrics: counts kept by the board as plain integers, brought to Prometheus a few times a second."""
+"""The collector's metrics: counts kept by the board as plain integers, brought to Prometheus once a second."""
 
 from collections import Counter
 

@@ -70,6 +70,7 @@ class Sequences:
         self._forgeable = np.zeros(slots, dtype=np.bool_)
         self._taken_ns = 0
         self._trials: dict[int, _Trial] = {}
+        self._unheard: set[int] = set()  # begun, and nothing taken yet
 
     @property
     def last(self) -> Numbers:
@@ -91,6 +92,7 @@ class Sequences:
         self._line[slot] = FIRST_MOST - now_ns // self._fastest_ns
         self._counted[slot], self._arrived[slot] = -1, 0
         self._forgeable[slot] = forgeable
+        self._unheard.add(slot)
         self._trials.pop(slot, None)
 
     def good(self, slots: Positions, sequences: Numbers) -> Flags:
@@ -112,6 +114,10 @@ class Sequences:
         self._taken_ns = now_ns
         self._bounds[0, slots] = newest
         self._arrived += arrived
+        if self._unheard:
+            for slot in self._unheard.intersection(slots.tolist()):
+                self._unheard.discard(slot)
+                self._go_on_from(slot, int(self._bounds[0, slot]), now_ns)
         if self._trials:
             for slot in slots.tolist():
                 self._trials.pop(slot, None)
@@ -119,10 +125,10 @@ class Sequences:
     def settle(self, now_ns: int) -> list[tuple[int, int]]:
         """Bring bounds up to ``now_ns``; return (slot, beats) for what is missing among the beats since the last call.
 
-        Copies count as arrivals, so that a duplicated beat may hide a lost one. Of a node
-        that was not heard before that call, nothing is.
+        Copies count as arrivals, so that a duplicated beat may hide a lost one. Of what a
+        node said before the batch that it was first heard in, nothing is.
         """
-        last, first = self._bounds[0], self._counted < 0
+        last = self._bounds[0]
         # Nobody's line rises by having been heard, and everybody's as long as he is not.
         lead = last + (self._lead - self._taken_ns // self._fastest_ns)
         self._line = np.where(last > self._counted, np.minimum(self._line, lead), self._line)
@@ -130,7 +136,6 @@ class Sequences:
         missing = last - self._counted - self._arrived
         self._counted[:] = last
         self._arrived[:] = 0
-        missing[first] = 0
         at = (missing > 0).nonzero()[0]
         return list(zip(at.tolist(), missing[at].tolist(), strict=True))
 
@@ -147,9 +152,13 @@ class Sequences:
         if now_ns - trial.since_ns >= RESUME_NS and trial.sightings >= _RESUME_SIGHTINGS:
             del self._trials[slot]
             self.resumed += 1
-            self._bounds[:, slot] = sequence, sequence + self._lead
-            self._line[slot] = sequence + self._lead - now_ns // self._fastest_ns
-            self._counted[slot], self._arrived[slot] = sequence, 0
+            self._go_on_from(slot, sequence, now_ns)
+
+    def _go_on_from(self, slot: int, sequence: int, now_ns: int) -> None:
+        """Whatever was before: the last beat taken in ``slot`` is this one."""
+        self._bounds[:, slot] = sequence, sequence + self._lead
+        self._line[slot] = sequence + self._lead - now_ns // self._fastest_ns
+        self._counted[slot], self._arrived[slot] = sequence, 0
 
     def _goes_on(self, trial: _Trial, sequence: int, now_ns: int) -> bool:
         """Whether a node that was refused before could be the one with this ``sequence`` now."""

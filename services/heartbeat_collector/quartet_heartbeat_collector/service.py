@@ -21,6 +21,9 @@ from quartet_heartbeat_collector.roster import Outcome
 _STEPS_INTERVAL_S = 0.2
 """How often the verdicts are told whose engines stepped: a fifth of the shortest time that means frozen."""
 
+_COUNT_INTERVAL_S = 1.0
+"""How often metrics are brought up to date: a pass over the fleet for whoever scrapes them every few seconds."""
+
 _ASK_INTERVAL_NS = 200_000_000
 """Inventories are asked for at most so often: agents also say them by themselves every few seconds."""
 
@@ -71,6 +74,7 @@ class CollectorService(Service):
         self.every(fleet.stamp_interval_ms / 1000, self._stamp)
         self.every(fleet.snapshot_interval_ms / 1000, self._snapshot)
         self.every(_STEPS_INTERVAL_S, self._note_steps)
+        self.every(_COUNT_INTERVAL_S, self._count)
         self._ask_inventories()
         self._started = True
 
@@ -176,6 +180,10 @@ class CollectorService(Service):
         self.counts.snapshots.inc()
         for name in self.fleet.drop_forgotten(now_ns):
             self.log.info("node forgotten", node=name)
+
+    def _count(self) -> None:
+        now_ns = self.now_ns()
+        self.fleet.settle(now_ns)
         self.counts.update(self.fleet, now_ns)
 
     # Saying
