@@ -151,15 +151,16 @@ class TagCheck:
 
     def genuine(self, datagram: bytes | bytearray | memoryview) -> bool:
         """Whether one of the keys made the tag of ``datagram``."""
-        view = memoryview(datagram)
-        tag = view[TAG_OFFSET:WORKERS_OFFSET]
-        for index, keyed in enumerate(self._keyed):
+        tag = datagram[TAG_OFFSET:WORKERS_OFFSET]
+        before, behind = datagram[:TAG_OFFSET], datagram[WORKERS_OFFSET:]
+        for keyed in self._keyed:
             digest = keyed.copy()
-            digest.update(view[:TAG_OFFSET])
-            digest.update(view[WORKERS_OFFSET:])
+            digest.update(before)
+            digest.update(behind)
             if hmac.compare_digest(digest.digest(), tag):
-                if index:
-                    self._keyed.insert(0, self._keyed.pop(index))
+                if keyed is not self._keyed[0]:
+                    self._keyed.remove(keyed)
+                    self._keyed.insert(0, keyed)
                 return True
         return False
 

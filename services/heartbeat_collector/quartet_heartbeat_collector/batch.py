@@ -72,6 +72,15 @@ class BeatBatch:
         row = position if self._where is None else int(self._where[position])
         return self._rows[row, : FIRST_WORKER + int(self.counts[position])].data.cast("B")
 
+    def datagrams(self, positions: Positions) -> list[bytes]:
+        """Copies of the datagrams at ``positions``; for many of them far quicker than ``datagram`` for each."""
+        rows = positions if self._where is None else self._where[positions]
+        counts = self.counts[positions]
+        width = FIRST_WORKER + int(counts.max())
+        together = self._rows[:, :width][rows].tobytes()
+        sizes = (WORKERS_OFFSET + WORKER.size * counts.astype(np.intp)).tolist()
+        return [together[at * 8 * width : at * 8 * width + size] for at, size in enumerate(sizes)]
+
     def workers(self, positions: Positions, width: int) -> Words:
         """The first ``width`` worker entries of the datagrams at ``positions``, one row each.
 

@@ -227,12 +227,14 @@ class FleetBoard:
         all the rest.
         """
         genuine = np.full(len(newest), -1, dtype=np.intp)
-        for slot in arrived.nonzero()[0].tolist():
+        present = arrived.nonzero()[0]
+        chosen = newest[present]
+        genuine[present] = chosen
+        for slot, datagram in zip(present.tolist(), batch.datagrams(chosen), strict=True):
             node = self._nodes[slot]
-            at = int(newest[slot])
-            if node is None or node.tags is None or node.tags.genuine(batch.datagram(at)):
-                genuine[slot] = at
+            if node is None or node.tags is None or node.tags.genuine(datagram):
                 continue
+            genuine[slot] = -1
             candidates = (slots == slot).nonzero()[0]
             if position is not None:
                 candidates = position[candidates]
