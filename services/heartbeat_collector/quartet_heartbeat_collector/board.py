@@ -23,6 +23,8 @@ _WORD_SHIFT = 32
 _LOOK = np.uint64(0xFFFF00FF | (STATE_MASK | EPOCH.mask) << _WORD_SHIFT)
 """What a change must be in to be looked at at once: anything but padding and the step counter."""
 _STEPS = np.uint64(STEPS.mask << _WORD_SHIFT)
+_STEPS_SHIFT, _STEPS_MAX = np.uint64(STEPS.shift + _WORD_SHIFT), np.uint64(STEPS.levels - 1)
+_INCARNATION_SHIFT, _U16, _ORDINAL = np.uint64(16), np.uint64(0xFFFF), np.uint64(0xFF)
 _NOTHING = (1 << 64) - 1
 """No worker: all that a node never said. A real entry can hardly be it (ordinal 255 with every bit of its word set)."""
 
@@ -158,12 +160,15 @@ class FleetBoard:
                 told.append(node)
         return told
 
-    def steps(self) -> list[tuple[Node, int]]:
-        """Nodes and workers' newest entries whose step counter moved since the last call; as in a datagram."""
-        at, column = ((self._moved & _STEPS) != 0).nonzero()
+    def steps(self) -> list[tuple[Node, int, int, int]]:
+        """Workers whose step counter moved since the last call, as (node, ordinal, incarnation, counter)."""
+        at, column = (self._moved & _STEPS).nonzero()
         self._moved[:] = 0
-        moved = zip(at.tolist(), self._rows[at, column].tolist(), strict=True)
-        return [(node, value) for slot, value in moved if (node := self._nodes[slot]) is not None]
+        entries = self._rows[at, column]
+        fields = (at, entries & _ORDINAL, entries >> _INCARNATION_SHIFT & _U16, entries >> _STEPS_SHIFT & _STEPS_MAX)
+        moved = zip(*(field.tolist() for field in fields), strict=True)
+        nodes = self._nodes
+        return [(node, *rest) for slot, *rest in moved if (node := nodes[slot]) is not None]
 
     def _admissible(self, batch: BeatBatch, now_ns: int) -> tuple[Positions, Positions | None]:
         """Slots and positions of the beats in ``batch`` that are announced, new and no jump; the others are counted.

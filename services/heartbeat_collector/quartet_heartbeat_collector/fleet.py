@@ -110,10 +110,10 @@ class Fleet:
     def note_steps(self, now_ns: int) -> None:
         """Tell the verdicts whose engines have stepped. Once in a while is enough: frozen means a second or more."""
         stepped = []
-        for node, entry in self.board.steps():
-            worker = node.workers.get(entry & 0xFF)
-            if worker is not None and worker.queued and worker.announced == entry >> 16 & 0xFFFF:
-                stepped.append((worker.key, worker.incarnation, steps_of(entry >> 32)))
+        for node, ordinal, incarnation, counter in self.board.steps():
+            worker = node.workers.get(ordinal)
+            if worker is not None and worker.queued and worker.announced == incarnation:
+                stepped.append((worker.key, worker.incarnation, counter))
         self._verdicts.stepped(stepped, now_ns)
 
     def tick(self, now_ns: int) -> None:
