@@ -98,11 +98,16 @@ def decode(rows: Words, lengths: NDArray[np.uint32]) -> BeatBatch:
     first = columns[0]
     right_size = lengths == _LENGTHS[_counts(columns)]
     good = right_size & ((first & _PROTOCOL_MASK) == _PROTOCOL)
-    if good.all():
+    if every(good):
         return BeatBatch(rows, columns, None, {}, tagged=True)
     where = good.nonzero()[0]
     malformed = _reasons(first, lengths, right_size)
     return BeatBatch(rows, columns.take(where, axis=1), where, malformed, tagged=True)
+
+
+def every(flags: NDArray[np.bool_]) -> bool:
+    """As ``flags.all()``, in a third of its time: on arrays of some hundred elements that is how all is spent."""
+    return bool(np.count_nonzero(flags) == flags.size)
 
 
 def _counts(columns: Words) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from quartet_core.heartbeat import Reason
 from quartet_core.word import EPOCH, STATE_MASK, STEPS
-from quartet_heartbeat_collector.batch import BeatBatch, Positions, Words
+from quartet_heartbeat_collector.batch import BeatBatch, Positions, Words, every
 from quartet_heartbeat_collector.roster import Node
 from quartet_heartbeat_collector.sequences import Flags, Sequences
 
@@ -178,11 +178,11 @@ class FleetBoard:
         if not self._hashes.size:
             self.dropped[Drop.UNKNOWN_NODE] += batch.nodes.size
             return np.empty(0, dtype=np.intp), None
-        slots = self._slots[np.searchsorted(self._hashes, batch.nodes)]
+        slots = self._slots[self._hashes.searchsorted(batch.nodes)]
         known = self._slot_hashes[slots] == batch.nodes
         announced = known & (self._incarnations[slots] == batch.incarnations)
         good = announced & self.sequences.good(slots, batch.sequences)
-        if good.all():
+        if every(good):
             return slots, None
         self.settle(now_ns)  # what was out of reach then may not be now
         good = announced & self.sequences.good(slots, batch.sequences)
@@ -213,7 +213,7 @@ class FleetBoard:
         sequences = batch.sequences if position is None else batch.sequences[position]
         last = np.empty(len(self._told), dtype=np.intp)
         last[slots] = np.arange(slots.size)  # of several the last one stays
-        if (sequences > sequences[last[slots]]).any():
+        if np.count_nonzero(sequences > sequences[last[slots]]):
             # A network reordered them: sorted by sequence, the last one of each is the newest.
             order = np.argsort(sequences, kind="stable")
             last[slots[order]] = order
@@ -255,7 +255,7 @@ class FleetBoard:
         """Put the workers of the chosen beats into the table; return the entries that changed."""
         width = self._rows.shape[1]
         counts = batch.counts[chosen]
-        whole = bool((counts == width).all())
+        whole = every(counts == width)
         if not whole and (widest := int(counts.max())) > width:
             self._grow(len(self._told), widest)
             width = widest
@@ -265,12 +265,12 @@ class FleetBoard:
         # Where everybody was heard, the table itself is at hand instead of a copy of it.
         here = slice(heard.size) if heard.size == len(self._nodes) else heard
         differs = rows ^ self._rows[here]
-        if not differs.any():
+        if not np.count_nonzero(differs):
             return []
         self._rows[here] = rows
         self._moved[here] |= differs
         differs &= _LOOK
-        if not differs.any():
+        if not np.count_nonzero(differs):
             return []
         at, column = differs.nonzero()
         return self._entries(heard[at], rows[at, column])

@@ -59,8 +59,7 @@ class Sequences:
         self._lead = max(1, _LEAD_NS // beat_ns)
         self._fastest_ns = max(1, beat_ns // _FASTEST)
         self._pause_ns = max(RESUME_NS, _RESUME_SIGHTINGS * beat_ns)
-        # Two rows, so that a batch is compared with both at once: the last sequence taken (-1: none yet), and the
-        # highest that is no jump, as of the last ``settle``.
+        # The last sequence taken (-1: none yet), and the highest that is no jump, as of the last ``settle``.
         self._bounds = np.full((2, slots), -1, dtype=np.int64)
         # The highest rises with time: it is the line plus the time, in fastest beats.
         self._line = np.zeros(slots, dtype=np.int64)
@@ -97,8 +96,8 @@ class Sequences:
 
     def good(self, slots: Positions, sequences: Numbers) -> Flags:
         """Which of these are new and no jump, as of the last ``settle``."""
-        lowest, highest = self._bounds.take(slots, axis=1)
-        good: Flags = (sequences > lowest) & (sequences <= highest)
+        lowest, highest = self._bounds
+        good: Flags = (sequences > lowest[slots]) & (sequences <= highest[slots])
         return good
 
     def refuse(self, slots: Positions, sequences: Numbers, now_ns: int) -> tuple[int, int]:
