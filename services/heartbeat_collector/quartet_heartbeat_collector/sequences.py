@@ -30,6 +30,9 @@ _FASTEST = 2
 RESUME_NS = 50_000_000
 """For so long a node's beats must have been refused, and rising, until it is taken up where it is."""
 
+_ANCHOR_NS = 50_000_000
+"""Lines are looked at at least so often, in the time in which anything is heard."""
+
 _RESUME_SIGHTINGS = 3
 _RESUME_SLACK = 64
 """Beats by which a refused node may outrun ``_FASTEST``: what waits in buffers arrives at once."""
@@ -63,6 +66,7 @@ class Sequences:
         self._bounds = np.full((2, slots), -1, dtype=np.int64)
         # The highest rises with time: it is the line plus the time, in fastest beats.
         self._line = np.zeros(slots, dtype=np.int64)
+        self._anchored = np.full(slots, -1, dtype=np.int64)  # what was taken when the line was last looked at
         # What was taken at the last ``settle``, and the beats that arrived since: their difference is what was lost.
         self._counted = np.full(slots, -1, dtype=np.int64)
         self._arrived = np.zeros(slots, dtype=np.int64)
@@ -82,6 +86,7 @@ class Sequences:
         more = (0, slots - len(self._line))
         self._bounds = np.pad(self._bounds, ((0, 0), more), constant_values=-1)
         self._counted = np.pad(self._counted, more, constant_values=-1)
+        self._anchored = np.pad(self._anchored, more, constant_values=-1)
         self._line, self._arrived = np.pad(self._line, more), np.pad(self._arrived, more)
         self._forgeable = np.pad(self._forgeable, more)
 
@@ -89,7 +94,7 @@ class Sequences:
         """Nothing was heard in ``slot`` yet; ``forgeable`` if anybody may speak for its node."""
         self._bounds[:, slot] = -1, FIRST_MOST
         self._line[slot] = FIRST_MOST - now_ns // self._fastest_ns
-        self._counted[slot], self._arrived[slot] = -1, 0
+        self._counted[slot], self._anchored[slot], self._arrived[slot] = -1, -1, 0
         self._forgeable[slot] = forgeable
         self._unheard.add(slot)
         self._trials.pop(slot, None)
@@ -110,6 +115,9 @@ class Sequences:
 
     def take(self, slots: Positions, newest: Numbers, arrived: Numbers, now_ns: int) -> None:
         """Take the ``newest`` sequence of each of ``slots``; ``arrived`` is how many beats came, for all slots."""
+        if now_ns - self._taken_ns > _ANCHOR_NS:
+            # We were paused, or all were silent: lines of before are as of then, not as of now.
+            self._anchor()
         self._taken_ns = now_ns
         self._bounds[0, slots] = newest
         self._arrived += arrived
@@ -124,19 +132,27 @@ class Sequences:
     def settle(self, now_ns: int) -> list[tuple[int, int]]:
         """Bring bounds up to ``now_ns``; return (slot, beats) for what is missing among the beats since the last call.
 
-        Copies count as arrivals, so that a duplicated beat may hide a lost one. Of what a
-        node said before the batch that it was first heard in, nothing is.
+        Copies count as arrivals, so that a duplicated beat may hide a lost one. Of what a node said before the batch
+        that it was first heard in, nothing is missing.
         """
+        self._anchor()
         last = self._bounds[0]
-        # Nobody's line rises by having been heard, and everybody's as long as he is not.
-        lead = last + (self._lead - self._taken_ns // self._fastest_ns)
-        self._line = np.where(last > self._counted, np.minimum(self._line, lead), self._line)
         self._bounds[1] = self._line + now_ns // self._fastest_ns
         missing = last - self._counted - self._arrived
         self._counted[:] = last
         self._arrived[:] = 0
         at = (missing > 0).nonzero()[0]
         return list(zip(at.tolist(), missing[at].tolist(), strict=True))
+
+    def _anchor(self) -> None:
+        """Lower the lines of nodes that were heard to their lead above what was taken, as of the last batch.
+
+        A line never rises by a beat, so that beats which jump do not add up.
+        """
+        last = self._bounds[0]
+        lead = last + (self._lead - self._taken_ns // self._fastest_ns)
+        self._line = np.where(last > self._anchored, np.minimum(self._line, lead), self._line)
+        self._anchored[:] = last
 
     def _try(self, slot: int, sequence: int, now_ns: int) -> None:
         """Is the node in ``slot`` beating on behind what passed for it?"""
@@ -157,7 +173,7 @@ class Sequences:
         """Whatever was before: the last beat taken in ``slot`` is this one."""
         self._bounds[:, slot] = sequence, sequence + self._lead
         self._line[slot] = sequence + self._lead - now_ns // self._fastest_ns
-        self._counted[slot], self._arrived[slot] = sequence, 0
+        self._counted[slot], self._anchored[slot], self._arrived[slot] = sequence, sequence, 0
 
     def _goes_on(self, trial: _Trial, sequence: int, now_ns: int) -> bool:
         """Whether a node that was refused before could be the one with this ``sequence`` now."""

@@ -165,6 +165,19 @@ def test_a_node_unheard_for_long_is_taken_again_at_once(fleet, beat, state_word)
     assert fleet.board.taken == 2
 
 
+def test_a_pause_of_the_collector_makes_nobodys_beats_jumps_in_whichever_batch_they_come(inventory, beat, state_word):
+    fleet = Fleet(LIMITS)
+    for name in ("a", "b", "new"):
+        fleet.announce(inventory(name), 0)
+    word, pause_ms = state_word(), 60_000
+    _live(fleet, [beat(name, 1, word, word) for name in ("a", "b")])
+    fleet.settle(0)
+    fleet.hear(from_beats([beat(name, 3, word, word) for name in ("a", "b")]), MS)
+    for name in ("new", "a", "b"):
+        fleet.hear(from_beats([beat(name, 2 * pause_ms, word, word)]), pause_ms * MS)
+    assert (fleet.board.dropped["jump"], fleet.board.taken) == (0, 7)
+
+
 def test_lost_beats_are_counted_from_gaps_but_not_from_what_was_said_before_we_listened(fleet, beat, state_word):
     word = state_word()
     _live(fleet, [beat("a", 1000, word, word)])
