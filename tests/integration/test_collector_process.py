@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import sys
@@ -13,7 +14,7 @@ from quartet_bus import subjects
 from quartet_bus.messages import ControlReply, FleetDelta, FleetSnapshot, KvLayout, NodeInventory, WorkerInfo
 from quartet_bus.nats_bus import NatsBus
 from quartet_bus.ring import RingReader
-from quartet_core.heartbeat import Beat, BeatWorker, encode, node_hash
+from quartet_core.heartbeat import Beat, BeatWorker, encode, node_hash, node_key
 from quartet_core.verdict import Verdict
 from quartet_core.word import STATE_MASK, pack
 
@@ -57,7 +58,8 @@ class Scene:
         self.snapshots: list[FleetSnapshot] = []
         self._sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton("127.0.0.1"))
-        self._sequence = 0
+        self.sequence = 0
+        self.key: bytes | None = None
 
     async def listen(self) -> None:
         def to(messages, kind):
@@ -87,23 +89,31 @@ class Scene:
 
     async def ready(self, instance: str) -> None:
         """Return when the collector of this name has heard our inventory, saying it as often as it takes."""
-        topic = subjects.control("collector", instance, "status")
         async with asyncio.timeout(GENEROUS_S):
             while True:
                 self.bus.publish(subjects.inventory(NODE).subject, msgspec.msgpack.encode(_inventory()))
                 try:
-                    answer = await self.bus.request(topic.subject, b"", timeout_s=1.0)
+                    status = await self.status(instance)
                 except Exception:  # nobody listens yet
                     await asyncio.sleep(0.05)
                     continue
-                status = msgspec.json.decode(msgspec.msgpack.decode(answer.data, type=ControlReply).payload)
                 if NODE in [node["node"] for node in status["nodes"]]:
                     return
 
-    def beat(self, word: int) -> None:
-        self._sequence += 1
-        beat = Beat(node_hash(NODE), 5, self._sequence, 0, (BeatWorker(0, 77, word),))
-        self._sender.sendto(encode(beat), ("239.7.7.7", self.port))
+    async def status(self, instance: str) -> dict:
+        topic = subjects.control("collector", instance, "status")
+        answer = await self.bus.request(topic.subject, b"", timeout_s=1.0)
+        return msgspec.json.decode(msgspec.msgpack.decode(answer.data, type=ControlReply).payload)
+
+    def beat(self, word: int) -> bytes:
+        self.sequence += 1
+        beat = Beat(node_hash(NODE), 5, self.sequence, 0, (BeatWorker(0, 77, word),))
+        datagram = encode(beat, self.key)
+        self.send(datagram)
+        return datagram
+
+    def send(self, datagram: bytes) -> None:
+        self._sender.sendto(datagram, ("239.7.7.7", self.port))
 
     async def beat_until(self, word: int, done) -> None:
         async with asyncio.timeout(GENEROUS_S):
@@ -219,6 +229,54 @@ async def test_two_collectors_of_one_host_tell_the_same_but_cannot_share_a_ring(
     await scene.beat_until(
         BUSY, lambda: all(scene.told(BUSY & STATE_MASK, Verdict.UP, name) for name in ("it-one", "it-three"))
     )
+
+
+@pytest.mark.parametrize("keys", ["", "6d" * 16], ids=["without keys", "with a key"])
+async def test_noise_and_forged_beats_on_the_wire_are_counted_and_change_nothing(scene, keys):
+    await scene.start("it-one", MASTER_KEYS=f'["{keys}"]' if keys else "[]")
+    await scene.ready("it-one")
+    scene.key = node_key(bytes.fromhex(keys), NODE) if keys else None
+    await scene.beat_until(IDLE, lambda: scene.told(IDLE & STATE_MASK, Verdict.UP))
+    noise = random.Random(7)
+    genuine = scene.beat(IDLE)
+    sent = 0
+    for _ in range(200):
+        for _ in range(100):
+            scene.send(_forged(noise, genuine, keyed=bool(keys)))
+            sent += 1
+        scene.beat(IDLE)
+        await asyncio.sleep(0.001)
+    async with asyncio.timeout(GENEROUS_S):
+        while (status := await scene.status("it-one"))["received"] < sent + scene.sequence:
+            pass
+    dropped = status["dropped"]
+    assert (status["received"], status["kernel_drops"]) == (sent + scene.sequence, 0)
+    assert status["received"] == status["taken"] + status["superseded"] + sum(dropped.values())
+    assert status["taken"] <= scene.sequence
+    # A copy in one batch with its original is not dropped, but superseded by it.
+    assert sum(dropped.values()) + status["superseded"] >= sent
+    wanted = {"magic", "version", "length", "unknown_node", "incarnation", "replay"} | ({"tag"} if keys else set())
+    assert {reason for reason, number in dropped.items() if number} >= wanted
+    assert not scene.told(BUSY & STATE_MASK)
+    await scene.beat_until(BUSY, lambda: scene.told(BUSY & STATE_MASK, Verdict.UP))
+
+
+def _forged(noise: random.Random, genuine: bytes, *, keyed: bool) -> bytes:
+    """Random bytes, or a beat that was heard once with something changed that must not pass."""
+    kind = noise.randrange(6 if keyed else 5)
+    if kind == 0:
+        return noise.randbytes(noise.randrange(200))
+    if kind == 1:
+        return genuine[: noise.randrange(len(genuine))]
+    if kind == 2:
+        return genuine
+    data = bytearray(genuine)
+    if kind == 5:  # a later beat with other words, by somebody without the key
+        data[17] ^= 0x10
+        data[-4:] = BUSY.to_bytes(4, "little")
+    else:  # magic, version, count, incarnation; or the node
+        data[noise.randrange(8) if kind == 3 else 8 + noise.randrange(8)] ^= noise.randrange(1, 256)
+    return bytes(data)
 
 
 async def test_a_wrong_master_key_stops_the_start_with_one_line(scene):

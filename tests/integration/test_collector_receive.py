@@ -108,6 +108,22 @@ def test_what_the_kernel_drops_is_known_to_the_datagram():
         receiver.close()
 
 
+@pytest.mark.skipif(not receive._LINUX, reason="only Linux tells what it dropped")
+def test_the_default_buffer_keeps_fifteen_thousand_beats_while_nobody_reads():
+    port = _free_port()
+    fleet = FleetSection(port=port)
+    receiver, send = Receiver(fleet), _multicast(port)
+    try:
+        if receiver.buffer_bytes < fleet.receive_buffer_bytes:
+            pytest.skip(receiver.warning)
+        for number in range(15_000):
+            send(_beat(number, 8))
+        assert receiver.kernel_drops() == 0
+        assert receiver.drain(lambda batch: None) == 15_000
+    finally:
+        receiver.close()
+
+
 def test_a_receive_buffer_that_the_kernel_caps_is_one_clear_warning(monkeypatch):
     monkeypatch.setattr(receive, "_size_buffer", lambda heard, wanted_bytes: 212_992)
     receiver = Receiver(FleetSection(port=_free_port()))

@@ -2,8 +2,10 @@
 
     python tests/perf/beat_load.py --port 7447 --nodes 125 --rate 10000 --seconds 3
 
-Prints one JSON object: ``sent``, ``wall_s``, ``cpu_us_each`` and ``marks``, the moments (monotonic ns) just before
-beats were sent in which worker 0 of some node took a state that nobody had before.
+Rate 0 is as fast as it can. Two of these share a fleet by ``--first``. With ``--keys`` every datagram has a tag, made
+with the node's key from one of the master keys, by turns. Prints one JSON object: ``sent``, ``wall_s``, ``cpu_s``
+and ``marks``, the moments (monotonic ns) just before beats were sent in which worker 0 of some node took a state that
+nobody had before.
 """
 
 import argparse
@@ -12,10 +14,12 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from quartet_core.heartbeat import MAGIC, VERSION, WORKERS_OFFSET, node_hash
+from quartet_core.heartbeat import MAGIC, VERSION, WORKERS_OFFSET, beat_tag, node_hash, node_key
 from quartet_core.word import BATCH, STEPS
 
 WORKERS = 8
@@ -57,7 +61,9 @@ class _Message(ctypes.Structure):
 class Load:
     """All nodes of one generator; nodes take turns, so that each beats at rate / nodes."""
 
-    def __init__(self, group: str, port: int, interface: str, nodes: int) -> None:
+    def __init__(
+        self, group: str, port: int, interface: str, nodes: int, *, first: int = 0, masters: Sequence[bytes] = ()
+    ) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(interface))
         self._socket.connect((group, port))
@@ -65,7 +71,9 @@ class Load:
         self._nodes = nodes
         self._template = np.zeros((nodes, _WORDS), dtype="<u8")
         self._template[:, 0] = MAGIC | VERSION << 16 | WORKERS << 24 | INCARNATION << 32
-        self._template[:, 1] = [node_hash(node_name(number)) for number in range(nodes)]
+        names = [node_name(number) for number in range(first, first + nodes)]
+        self._template[:, 1] = [node_hash(name) for name in names]
+        self._keys = [node_key(masters[number % len(masters)], name) for number, name in enumerate(names) if masters]
         for ordinal in range(WORKERS):
             self._template[:, 5 + ordinal] = ordinal | INCARNATION << 16 | BATCH.put(0, 1) << 32
         self._rows = np.zeros((BURST, _WORDS), dtype="<u8")
@@ -97,26 +105,37 @@ class Load:
             self._rows[:burst] = self._template[turns % self._nodes]
             self._rows[:burst, 2] = turns // self._nodes + 1
             self._rows[:burst, 3] = time.monotonic_ns()
+            if self._keys:
+                self._tag(turns)
             done = self._sendmmsg(self._socket.fileno(), self._messages, burst, 0)
             if done < 0:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             self.sent += done
             number -= done
 
+    def _tag(self, turns: NDArray[np.int64]) -> None:
+        for row, node in zip(self._rows, (turns % self._nodes).tolist(), strict=False):
+            row[4] = int.from_bytes(beat_tag(row.data.cast("B"), self._keys[node]), "little")
 
-def play(load: Load, rate_per_s: float, seconds: float) -> dict[str, object]:
+
+def play(load: Load, rate_per_s: float, seconds: float, *, marking: bool = True) -> dict[str, object]:
     """Send for ``seconds``, a little every millisecond; after a pause the missed beats are skipped, never burst."""
-    marks = []
+    marks: list[int] = []
+    started_s = time.process_time()
     begin = now = time.monotonic()
     budget, stepped, marked = 0.0, begin, begin
     while now < begin + seconds:
         if now - stepped >= STEP_S:
             stepped = now
             load.step(int((now - begin) / STEP_S))
-        if now - marked >= MARK_S:
+        if marking and now - marked >= MARK_S:
             marked = now
             load.mark(len(marks))
             marks.append(time.monotonic_ns())
+        if not rate_per_s:
+            load.send(BURST)
+            now = time.monotonic()
+            continue
         load.send(int(budget))
         budget -= int(budget)
         time.sleep(0.001)
@@ -125,7 +144,7 @@ def play(load: Load, rate_per_s: float, seconds: float) -> dict[str, object]:
     return {
         "sent": load.sent,
         "wall_s": round(now - begin, 3),
-        "cpu_us_each": round(time.process_time() * 1e6 / max(1, load.sent), 2),
+        "cpu_s": round(time.process_time() - started_s, 3),
         "marks": marks,
     }
 
@@ -136,11 +155,20 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--interface", default="127.0.0.1")
     parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--rate", type=float, required=True, help="datagrams a second, all nodes together")
+    parser.add_argument(
+        "--rate", type=float, required=True, help="datagrams a second, all nodes together; 0: all it can"
+    )
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--first", type=int, default=0, help="the first node's number; marks come only from 0")
+    parser.add_argument("--keys", default="", help="master keys in hex, by comma")
     arguments = parser.parse_args()
-    load = Load(arguments.group, arguments.port, arguments.interface, arguments.nodes)
-    print(json.dumps(play(load, arguments.rate, arguments.seconds)))
+    masters = [bytes.fromhex(key) for key in arguments.keys.split(",") if key]
+    load = Load(
+        *(arguments.group, arguments.port, arguments.interface, arguments.nodes),
+        first=arguments.first,
+        masters=masters,
+    )
+    print(json.dumps(play(load, arguments.rate, arguments.seconds, marking=arguments.first == 0)))
 
 
 if __name__ == "__main__":

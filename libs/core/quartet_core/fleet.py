@@ -15,6 +15,7 @@ from quartet_core.links import Place
 from quartet_core.pairing import LayoutFacts, Replica, lacking, place_of, why_not_pair
 from quartet_core.planes import FleetPlanes
 from quartet_core.profile import Profile
+from quartet_core.sightings import Sightings
 from quartet_core.verdict import Verdict
 from quartet_core.word import DRIFT, DRIFT_UNUSABLE_LEVEL, pack
 
@@ -133,6 +134,9 @@ class Fleet:
         self._slots: dict[str, int] = {}
         self._nodes: dict[str, tuple[str, ...]] = {}
         self._free: list[int] = []
+        self._sightings = Sightings()
+        self.disputed: set[int] = set()
+        """Slots of which collectors say different verdicts: who is believed may change with a stamp."""
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self.workers: list[Worker | None] = []
         self.kinds: list[Kind] = []
@@ -203,8 +207,8 @@ class Fleet:
     def hear(self, collector: str, worker: str, incarnation: int, state: int, beat: int, verdict: int) -> int | None:
         """Take a collector's word on a worker; return its slot if anything changed.
 
-        Words on another incarnation than the announced one are ignored. Of two collectors the higher sequence wins,
-        on ties the more alive verdict; a collector's newer word always replaces its older one.
+        Words on another incarnation than the announced one are ignored. Of several collectors ``Sightings`` says who
+        is believed; a collector's newer word always replaces its older one.
         """
         slot = self._slots.get(worker)
         if slot is None:
@@ -218,15 +222,33 @@ class Fleet:
         known.words[collector] = (beat, -verdict, state)
         return self._believe(slot, known)
 
+    def stamp(self, collector: str, node: str, sequence: int) -> None:
+        """``collector`` has heard ``node`` up to beat ``sequence``; look at what is ``disputed`` again afterwards."""
+        if node in self._nodes:
+            self._sightings.note(collector, node, sequence)
+
+    def settle(self, slot: int) -> int | None:
+        """Decide anew whose word on ``slot`` is believed; return it if anything changed."""
+        return self._believe(slot, self.at(slot))
+
     def forget_collector(self, collector: str) -> None:
         """A collector is gone: what it said last no longer counts where another one speaks."""
+        self._sightings.forget_collector(collector)
         for slot, worker in enumerate(self.workers):
             if worker is not None and len(worker.words) > 1 and worker.words.pop(collector, None) is not None:
                 self._believe(slot, worker)
 
     def _believe(self, slot: int, worker: Worker) -> int | None:
         words = worker.words
-        beat, alive, state = next(iter(words.values())) if len(words) == 1 else max(words.values())
+        if len(words) == 1:
+            beat, alive, state = next(iter(words.values()))
+            self.disputed.discard(slot)
+        else:
+            beat, alive, state = self._sightings.best(worker.node, words)
+            if len({said for _, said, _ in words.values()}) > 1:
+                self.disputed.add(slot)
+            else:
+                self.disputed.discard(slot)
         moved = beat != worker.beat
         worker.beat = beat
         changed = self.planes.set(slot, state)
@@ -252,6 +274,7 @@ class Fleet:
     def forget_node(self, node: str) -> list[int]:
         """A node left the fleet; return its vacated slots."""
         vacated: list[int] = []
+        self._sightings.forget_node(node)
         for name in self._nodes.pop(node, ()):
             vacated.extend(self._vacate(name))
         return vacated
@@ -361,6 +384,7 @@ class Fleet:
         self.decodes &= clear
         self.open &= clear
         self.planes.drop(slot)
+        self.disputed.discard(slot)
         self.workers[slot] = None
         return [slot]
 

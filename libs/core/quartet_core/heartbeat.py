@@ -121,10 +121,8 @@ def decode(datagram: bytes | bytearray | memoryview, keys: Sequence[bytes] = ())
     if size != expected:
         raise MalformedBeat(Reason.LENGTH, f"{size} bytes; with {count} workers it would be {expected}")
     view = memoryview(datagram)
-    if keys:
-        tag = bytes(view[TAG_OFFSET:WORKERS_OFFSET])
-        if not any(hmac.compare_digest(tag, beat_tag(view, key)) for key in keys):
-            raise MalformedBeat(Reason.TAG, "made with none of the node's valid keys")
+    if keys and not TagCheck(keys).genuine(view):
+        raise MalformedBeat(Reason.TAG, "made with none of the node's valid keys")
     workers = tuple(BeatWorker(*worker) for worker in WORKER.iter_unpack(view[WORKERS_OFFSET:]))
     return Beat(node, incarnation, sequence, emit_ns, workers)
 
@@ -135,6 +133,36 @@ def claimed_node(datagram: bytes | bytearray | memoryview) -> int | None:
         return None
     node: int = HEADER.unpack_from(datagram)[4]
     return node
+
+
+class TagCheck:
+    """Looks at the tags of one node's datagrams; ``keys`` are its keys valid now.
+
+    For whoever looks at many: the keyed hash states are computed once and copied, which halves the time of
+    ``beat_tag``, and the key that was right last time is tried first.
+    """
+
+    __slots__ = ("_keyed",)
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            _check_key(key)
+        self._keyed = [blake2s(digest_size=TAG_BYTES, key=key) for key in keys]
+
+    def genuine(self, datagram: bytes | bytearray | memoryview) -> bool:
+        """Whether one of the keys made the tag of ``datagram``."""
+        tag = datagram[TAG_OFFSET:WORKERS_OFFSET]
+        before, behind = datagram[:TAG_OFFSET], datagram[WORKERS_OFFSET:]
+        for keyed in self._keyed:
+            digest = keyed.copy()
+            digest.update(before)
+            digest.update(behind)
+            if hmac.compare_digest(digest.digest(), tag):
+                if keyed is not self._keyed[0]:
+                    self._keyed.remove(keyed)
+                    self._keyed.insert(0, keyed)
+                return True
+        return False
 
 
 class BeatWriter:

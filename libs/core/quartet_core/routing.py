@@ -5,7 +5,7 @@ is known. Time is handed in, in milliseconds of one clock.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from quartet_core.affinity import AffinityTable
@@ -259,8 +259,22 @@ class Routing:
         slot = self.fleet.slot_of(worker)
         before = Verdict.DEAD if slot is None else self.fleet.verdict(slot)
         slot = self.fleet.hear(collector, worker, incarnation, state, beat, verdict)
-        if slot is None:
-            return None
+        return None if slot is None else self._believed(slot, before, now_ms)
+
+    def stamp(self, collector: str, stamps: Iterable[tuple[str, int]], now_ms: float) -> list[int]:
+        """Take how far a collector has heard nodes, as (node, sequence); return the slots of workers this killed."""
+        fleet = self.fleet
+        for node, sequence in stamps:
+            fleet.stamp(collector, node, sequence)
+        killed = []
+        for slot in sorted(fleet.disputed):
+            before = fleet.verdict(slot)
+            if fleet.settle(slot) is not None and self._believed(slot, before, now_ms) is not None:
+                killed.append(slot)
+        return killed
+
+    def _believed(self, slot: int, before: int, now_ms: float) -> int | None:
+        """What follows from a new belief about ``slot``; return it if its worker is dead by it."""
         if before != Verdict.DEAD and self.fleet.verdict(slot) == Verdict.DEAD:
             self.ledger.fence(slot)
             self.affinity.forget(slot)

@@ -10,6 +10,7 @@ them and us than in all of them: they are suspect, and an alarm is raised, but n
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final
 
@@ -153,16 +154,26 @@ class VerdictBoard:
         A batch of beats may be told by its last one. Another ``incarnation`` than before begins anew: its workers are
         unknown again. Raises ``BoardFull``.
         """
-        watch = self._nodes.get(node)
-        if watch is None or watch.incarnation != incarnation:
-            watch = self._welcome(node, incarnation)
-        watch.sequence = sequence
-        watch.heard_at = self._at(now_ns)
-        if node in self._nodes:
-            self._nodes.move_to_end(node)
-        if watch.verdict is not Verdict.UP:
-            watch.heard_in_row += 1
-            self._returning[node] = watch
+        self.heard_all(((node, incarnation, sequence, now_ns),))
+
+    def heard_all(self, beats: Iterable[tuple[NodeKey, int, int, int]]) -> None:
+        """As ``heard``, for (node, incarnation, sequence, when it arrived) of many nodes, longest unheard first."""
+        nodes, returning = self._nodes, self._returning
+        time, most = self._time, 2 * self.limits.tick_ns
+        ticked_ns = self._ticked_ns
+        for node, incarnation, sequence, arrived_ns in beats:
+            watch = nodes.get(node)
+            if watch is None or watch.incarnation != incarnation:
+                watch = self._welcome(node, incarnation)
+            watch.sequence = sequence
+            # As ``_at``, in line: this is done for every node of the fleet hundreds of times a second.
+            age = 0 if ticked_ns is None else arrived_ns - ticked_ns
+            watch.heard_at = time if age <= 0 else time + (age if age < most else most)
+            if watch.verdict is not Verdict.UP:
+                watch.heard_in_row += 1
+                returning[node] = watch
+            if node in nodes:
+                nodes.move_to_end(node)
 
     def steps(
         self,
@@ -200,6 +211,23 @@ class VerdictBoard:
         state.counter = step_counter
         state.queued = queued
 
+    def stepped(self, steps: Iterable[tuple[WorkerKey, int, int]], now_ns: int) -> None:
+        """As ``steps`` for (worker, incarnation, step counter) of many that have stepped, and have work queued still.
+
+        Those of which ``steps`` has not said that work is queued are not noted.
+        """
+        owing, at = self._owing, self._at(now_ns)
+        for worker, incarnation, counter in steps:
+            state = owing.get(worker)
+            if state is None or state.incarnation != incarnation:
+                continue
+            if state.frozen:
+                self._settle(worker, self._nodes[worker[0]], state)
+                owing[worker] = state
+            state.counter = counter
+            state.since = at
+            owing.move_to_end(worker)
+
     def tick(self, now_ns: int, ran_ns: int | None = None) -> list[Change]:
         """Judge all nodes and workers; return what changed since the last tick.
 
@@ -225,6 +253,11 @@ class VerdictBoard:
             return None
         state = None if ordinal is None else watch.workers.get(ordinal)
         return Verdict.FROZEN if state is not None and state.frozen else watch.verdict
+
+    def frozen(self, node: NodeKey) -> list[int]:
+        """The ordinals of the workers of ``node`` that are frozen, as of the last tick."""
+        watch = self._nodes.get(node)
+        return [] if watch is None else [ordinal for ordinal, state in watch.workers.items() if state.frozen]
 
     def forget(self, node: NodeKey) -> None:
         """``node`` left the fleet for good. Forgetting an unknown node does nothing."""

@@ -125,12 +125,14 @@ class FleetTable:
         return None
 
     def _state(self, info: WorkerInfo) -> WorkerState | None:
-        heard = [
-            state
-            for collector in self._collectors.values()
-            if (state := collector.states.get(info.id)) is not None and state.incarnation == info.incarnation
-        ]
-        return max(heard, key=lambda state: (state.beat, -state.verdict), default=None)
+        node, heard = self._where.get(info.id), []
+        for collector in self._collectors.values():
+            state = collector.states.get(info.id)
+            if state is not None and state.incarnation == info.incarnation:
+                # As in ``quartet_core.sightings``: a word counts with the newest beat that its collector stamped since.
+                stamp = collector.stamps.get(node) if node is not None else None
+                heard.append((max(state.beat, stamp.stamp.sequence if stamp else -1), -state.verdict, state))
+        return max(heard, key=lambda each: each[:2])[2] if heard else None
 
     def _node_view(self, node: _Node, now_ns: int) -> NodeView:
         name, incarnation = node.inventory.node, node.inventory.incarnation

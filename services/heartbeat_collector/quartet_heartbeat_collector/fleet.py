@@ -4,7 +4,7 @@ Joins roster (who may speak), board (what the newest beats say) and verdicts (wh
 bus: times are handed in, changes and states are handed out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from quartet_bus.config.schema import FleetSection
 from quartet_bus.messages import NodeInventory, NodeStamp, WorkerState
@@ -50,10 +50,11 @@ class Fleet:
         self._changes: dict[tuple[str, int], WorkerState] = {}
         self._stale_epochs: dict[str, None] = {}
         self._strangers = 0
+        self._met: set[str] = set()  # nodes whose present incarnation the verdicts know
 
     @property
     def nodes(self) -> dict[str, Node]:
-        """All announced nodes by name."""
+        """All announced nodes by name; what was heard of them is as of the last ``settle``."""
         return self._roster.nodes
 
     @property
@@ -71,6 +72,12 @@ class Fleet:
         found = self._verdicts.verdict(node.name, None if worker is None else worker.ordinal)
         return Verdict.DEAD if found is None or node.sequence < 0 else found
 
+    def verdicts(self, node: Node) -> Iterator[tuple[Worker, Verdict]]:
+        """All workers of ``node``, each with the verdict on it."""
+        verdict, frozen = self.verdict(node), self._verdicts.frozen(node.name)
+        for worker in node.workers.values():
+            yield worker, Verdict.FROZEN if worker.ordinal in frozen and node.sequence >= 0 else verdict
+
     def announce(self, inventory: NodeInventory, now_ns: int) -> Outcome:
         """Take an inventory. Workers that are gone with it are dead at once."""
         outcome, node, gone = self._roster.announce(inventory, now_ns, self._is_dead)
@@ -80,29 +87,38 @@ class Fleet:
         for worker in gone:
             self._say(node, worker, Verdict.DEAD)
         if outcome is not Outcome.KNOWN:
-            self.board.admit(node, fresh=outcome is Outcome.NEW)
+            self.board.admit(node, now_ns, fresh=outcome is Outcome.NEW)
+        if outcome is Outcome.NEW:
+            self._met.discard(node.name)
         return outcome
 
     def hear(self, batch: BeatBatch, now_ns: int) -> None:
         """Take a batch of beats that has just arrived."""
         strangers = self.board.dropped[Drop.UNKNOWN_NODE] + self.board.dropped[Drop.INCARNATION]
-        nodes, entries = self.board.take(batch, now_ns)
+        entries = self.board.take(batch, now_ns)
         self._strangers += self.board.dropped[Drop.UNKNOWN_NODE] + self.board.dropped[Drop.INCARNATION] - strangers
-        for node in nodes:
-            node.heard_ns = now_ns
-            self._verdicts.heard(node.name, node.sequence, now_ns, incarnation=node.incarnation)
+        if any(entry.node.name not in self._met for entry in entries):
+            self._tell()  # verdicts note words only of nodes they know
         for entry in entries:
             self._take_word(entry, now_ns)
 
+    def settle(self, now_ns: int) -> None:
+        """Bring nodes, verdicts and the count of what was lost up to date: nobody needs them so with each batch."""
+        self.board.settle(now_ns)
+        self._tell()
+
     def note_steps(self, now_ns: int) -> None:
         """Tell the verdicts whose engines have stepped. Once in a while is enough: frozen means a second or more."""
-        for entry in self.board.steps():
-            worker = self._announced(entry)
-            if worker is not None and worker.queued:
-                self._owe(entry, worker, now_ns)
+        stepped = []
+        for node, ordinal, incarnation, counter in self.board.steps():
+            worker = node.workers.get(ordinal)
+            if worker is not None and worker.queued and worker.announced == incarnation:
+                stepped.append((worker.key, worker.incarnation, counter))
+        self._verdicts.stepped(stepped, now_ns)
 
     def tick(self, now_ns: int) -> None:
         """Judge everybody. Read what has arrived before."""
+        self._tell()
         for change in self._verdicts.tick(now_ns):
             node = self._roster.nodes.get(str(change.node))
             if node is None or node.incarnation != change.incarnation:
@@ -122,6 +138,7 @@ class Fleet:
             self._roster.forget(name)
             self.board.forget(name)
             self._verdicts.forget(name)
+            self._met.discard(name)
         return gone
 
     def take_changes(self) -> tuple[WorkerState, ...]:
@@ -138,7 +155,7 @@ class Fleet:
         return stale, strangers
 
     def stamps(self) -> tuple[NodeStamp, ...]:
-        """The newest beat of every node that is not dead."""
+        """The newest beat of every node that is not dead, as of the last ``settle``."""
         return tuple(
             NodeStamp(node.name, node.incarnation, node.sequence, node.emit_ns)
             for node in self._roster.nodes.values()
@@ -148,11 +165,18 @@ class Fleet:
     def states(self) -> tuple[WorkerState, ...]:
         """Every worker that was ever heard, the dead included."""
         return tuple(
-            self._state(node, worker, self.verdict(node, worker))
+            self._state(node, worker, verdict)
             for node in self._roster.nodes.values()
-            for worker in node.workers.values()
+            for worker, verdict in self.verdicts(node)
             if worker.state is not None
         )
+
+    def _tell(self) -> None:
+        """Tell nodes and verdicts who was heard since the last time."""
+        told = self.board.tell()
+        self._verdicts.heard_all([(node.name, node.incarnation, node.sequence, node.heard_ns) for node in told])
+        if len(self._met) < len(self._roster.nodes):
+            self._met.update(node.name for node in told)
 
     def _announced(self, entry: Entry) -> Worker | None:
         worker = entry.node.workers.get(entry.ordinal)
@@ -180,7 +204,7 @@ class Fleet:
 
     def _owe(self, entry: Entry, worker: Worker, now_ns: int) -> None:
         self._verdicts.steps(
-            (entry.node.name, worker.ordinal),
+            worker.key,
             steps_of(entry.word),
             worker.queued,
             now_ns,

@@ -1,4 +1,4 @@
-"""The collector's metrics: counts kept by the board as plain integers, brought to Prometheus a few times a second."""
+"""The collector's metrics: counts kept by the board as plain integers, brought to Prometheus once a second."""
 
 from collections import Counter
 
@@ -16,6 +16,9 @@ class CollectorMetrics:
         self._taken = metrics.counter("taken", "Datagrams that were the newest of their node in a batch.")
         self._dropped = metrics.counter("dropped", "Datagrams that changed nothing, by reason.", ("reason",))
         self._lost = metrics.counter("lost", "Beats that never arrived, from gaps in the nodes' sequences.")
+        self._resumed = metrics.counter(
+            "resumed", "Nodes taken up again behind a beat that somebody else seems to have sent for them."
+        )
         self._foreign = metrics.counter("foreign_words", "Words of workers or incarnations that nobody announced.")
         self._inventories = metrics.counter("inventories", "Inventories heard, by what they meant.", ("outcome",))
         self._nodes = metrics.gauge("nodes", "Announced nodes, by verdict.", ("verdict",))
@@ -39,6 +42,7 @@ class CollectorMetrics:
         self._datagrams.inc(self._growth("received", board.received))
         self._taken.inc(self._growth("taken", board.taken))
         self._lost.inc(self._growth("lost", board.lost))
+        self._resumed.inc(self._growth("resumed", board.sequences.resumed))
         self._foreign.inc(self._growth("foreign", fleet.foreign_entries))
         for reason, number in board.dropped.items():
             self._dropped.labels(str(reason)).inc(self._growth(("dropped", reason), number))
@@ -51,7 +55,7 @@ class CollectorMetrics:
             nodes[verdict] += 1
             if verdict is not Verdict.DEAD:
                 age_ns = max(age_ns, now_ns - node.heard_ns)
-            workers.update(fleet.verdict(node, worker) for worker in node.workers.values() if worker.state is not None)
+            workers.update(verdict for worker, verdict in fleet.verdicts(node) if worker.state is not None)
         for verdict in Verdict:
             self._nodes.labels(verdict.name.lower()).set(nodes[verdict])
             self._workers.labels(verdict.name.lower()).set(workers[verdict])

@@ -9,19 +9,23 @@ from collections.abc import Callable, Iterable
 from enum import Enum, auto
 
 from quartet_bus.messages import NodeInventory, WorkerInfo
-from quartet_core.heartbeat import node_hash, node_key
+from quartet_core.heartbeat import TagCheck, node_hash, node_key
 
 REMEMBERED_INCARNATIONS = 4
 """Former incarnations of a node that are recognised: what they still say is late, or comes from a second agent."""
 
 
 class Worker:
-    """One announced worker and what is known of it. ``state`` is None until a beat that counts has told it."""
+    """One announced worker and what is known of it. ``key`` is its name among verdicts.
 
-    __slots__ = ("announced", "id", "incarnation", "ordinal", "queued", "state", "step_ns")
+    ``state`` is None until a beat that counts has told it.
+    """
 
-    def __init__(self, info: WorkerInfo) -> None:
+    __slots__ = ("announced", "id", "incarnation", "key", "ordinal", "queued", "state", "step_ns")
+
+    def __init__(self, info: WorkerInfo, node: str) -> None:
         self.id = info.id
+        self.key = (node, info.ordinal)
         self.ordinal = info.ordinal
         self.incarnation = info.incarnation
         self.announced = info.incarnation & 0xFFFF
@@ -33,7 +37,7 @@ class Worker:
 class Node:
     """One announced node. ``sequence`` is -1 until its incarnation was heard; ``emit_ns`` is the node's own clock.
 
-    ``lost`` counts gaps in its sequences, over all incarnations.
+    ``lost`` counts gaps in its sequences, over all incarnations. ``tags`` is None where the fleet uses no keys.
     """
 
     __slots__ = (
@@ -44,17 +48,17 @@ class Node:
         "hash",
         "heard_ns",
         "incarnation",
-        "keys",
         "lost",
         "name",
         "sequence",
+        "tags",
         "workers",
     )
 
-    def __init__(self, name: str, keys: tuple[bytes, ...]) -> None:
+    def __init__(self, name: str, tags: TagCheck | None) -> None:
         self.name = name
         self.hash = node_hash(name)
-        self.keys = keys
+        self.tags = tags
         self.incarnation = 0
         self.epoch = 0
         self.former: deque[int] = deque(maxlen=REMEMBERED_INCARNATIONS)
@@ -103,8 +107,8 @@ class Roster:
         if node is None:
             if len(self.nodes) >= self._max_nodes:
                 return Outcome.FULL, None, []
-            keys = tuple(node_key(master, inventory.node) for master in self._master_keys)
-            node = self.nodes[inventory.node] = Node(inventory.node, keys)
+            keys = [node_key(master, inventory.node) for master in self._master_keys]
+            node = self.nodes[inventory.node] = Node(inventory.node, TagCheck(keys) if keys else None)
             outcome = Outcome.NEW
         elif inventory.incarnation != node.incarnation:
             if inventory.incarnation in node.former and not is_dead(node.name):
@@ -137,7 +141,7 @@ def _replace_workers(node: Node, announced: tuple[WorkerInfo, ...]) -> list[Work
     for info in announced:
         known = before.get(info.ordinal)
         if known is None or known.id != info.id or known.incarnation != info.incarnation:
-            known = Worker(info)
+            known = Worker(info, node.name)
         known.step_ns = round(info.step_ms * 1e6)
         node.workers[info.ordinal] = known
     if len(before) == len(node.workers) and all(node.workers.get(key) is worker for key, worker in before.items()):

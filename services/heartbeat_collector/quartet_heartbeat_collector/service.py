@@ -20,10 +20,10 @@ from quartet_heartbeat_collector.metrics import CollectorMetrics
 from quartet_heartbeat_collector.roster import Outcome
 
 _STEPS_INTERVAL_S = 0.2
-"""How often the verdicts are told whose engines stepped: a fifth of the shortest time that means frozen.
+"""How often the verdicts are told whose engines stepped: a fifth of the shortest time that means frozen."""
 
-A thousand busy engines cost 4-6 ms each time.
-"""
+_COUNT_INTERVAL_S = 1.0
+"""How often metrics are brought up to date: a pass over the fleet for whoever scrapes them every few seconds."""
 
 _ASK_INTERVAL_NS = 200_000_000
 """Inventories are asked for at most so often: agents also say them by themselves every few seconds."""
@@ -38,7 +38,8 @@ class CollectorService(Service):
     """Hears beats (from its edge) and inventories; says deltas, stamps and snapshots; owns the verdicts.
 
     ``ring`` is where deltas also go, if an edge attached one. ``receive`` is called before everybody is judged, so
-    that what has arrived is read first. ``trouble`` is why nothing can be received just now, set by the edge.
+    that what has arrived is read first. ``trouble`` is why nothing can be received just now, set by the edge, as is
+    ``kernel_drops``, the count of datagrams that the kernel had no room for.
     """
 
     name = "collector"
@@ -49,11 +50,14 @@ class CollectorService(Service):
         self.incarnation = random.getrandbits(48) + 1
         self.ring: RingWriter | None = None
         self.receive: Callable[[], None] | None = None
+        self.kernel_drops: Callable[[], int] = int
         self.trouble: str | None = None
         self.counts = CollectorMetrics(self.metrics)
         self.fleet = Fleet(limits_of(fleet), MasterKeys(fleet).keys)
         self._number = 0
         self._delta_interval_ns = round(fleet.delta_interval_ms * 1e6)
+        self._batch_ns = round(fleet.receive_batch_ms * 1e6)
+        self._read_ns = 0
         self._said_ns = 0
         self._flush_due = False
         self._asked_ns = -_ASK_INTERVAL_NS
@@ -73,12 +77,19 @@ class CollectorService(Service):
         self.every(fleet.stamp_interval_ms / 1000, self._stamp)
         self.every(fleet.snapshot_interval_ms / 1000, self._snapshot)
         self.every(_STEPS_INTERVAL_S, self._note_steps)
+        self.every(_COUNT_INTERVAL_S, self._count)
         self._ask_inventories()
         self._started = True
 
     def not_ready(self) -> str | None:
         """Ready once started unless in ``trouble``: a fleet without agents is a fleet, and is told as one."""
         return self.trouble if self._started else "not started"
+
+    def read(self) -> None:
+        """Have the edge hand over what has arrived."""
+        self._read_ns = self.now_ns()
+        if self.receive is not None:
+            self.receive()
 
     def heard(self, batch: BeatBatch) -> None:
         """Datagrams have just arrived."""
@@ -120,6 +131,7 @@ class CollectorService(Service):
     def status(self) -> dict[str, object]:
         """Counts and the nodes' verdicts, for operators."""
         board, now_ns = self.fleet.board, self.now_ns()
+        self.fleet.settle(now_ns)
         return {
             "incarnation": self.incarnation,
             "number": self._number,
@@ -128,6 +140,8 @@ class CollectorService(Service):
             "superseded": board.superseded,
             "dropped": {str(reason): number for reason, number in board.dropped.items()},
             "lost": board.lost,
+            "resumed": board.sequences.resumed,
+            "kernel_drops": self.kernel_drops(),
             "ring_records": self.ring.records if self.ring else 0,
             "nodes": [
                 {
@@ -146,8 +160,9 @@ class CollectorService(Service):
     # In time
 
     def _tick(self) -> None:
-        if self.receive is not None:
-            self.receive()
+        # After a pause of this process timers come in any order. Otherwise the last batch is young enough.
+        if self.now_ns() - self._read_ns >= self._batch_ns:
+            self.read()
         self.fleet.tick(self.now_ns())
         self._watch_alarm()
         self._ask_for_what_is_missing()
@@ -157,12 +172,14 @@ class CollectorService(Service):
         self.fleet.note_steps(self.now_ns())
 
     def _stamp(self) -> None:
+        self.fleet.settle(self.now_ns())
         stamps = self.fleet.stamps()
         if stamps or self.fleet.changed:
             self._say_delta(stamps)
 
     def _snapshot(self) -> None:
         now_ns = self.now_ns()
+        self.fleet.settle(now_ns)
         # What is not said yet is in the snapshot; saying it first keeps "after delta number" true.
         if self.fleet.changed:
             self._say_delta(())
@@ -173,6 +190,10 @@ class CollectorService(Service):
         self.counts.snapshots.inc()
         for name in self.fleet.drop_forgotten(now_ns):
             self.log.info("node forgotten", node=name)
+
+    def _count(self) -> None:
+        now_ns = self.now_ns()
+        self.fleet.settle(now_ns)
         self.counts.update(self.fleet, now_ns)
 
     # Saying

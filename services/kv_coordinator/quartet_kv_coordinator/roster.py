@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quartet_bus.messages import NodeInventory, WorkerInfo, WorkerState
+from quartet_bus.messages import NodeInventory, NodeStamp, WorkerInfo, WorkerState
 from quartet_core.catalogue import Catalogue, UnknownProfile
 from quartet_core.links import Place
 from quartet_core.pairing import place_of
+from quartet_core.sightings import Sightings
 from quartet_core.verdict import Verdict
 
 WORD_COUNTS_NS = 2_000_000_000
@@ -48,6 +49,7 @@ class Roster:
         self._nodes: dict[str, NodeInventory] = {}
         self._heard_ns: dict[str, int] = {}
         self._workers: dict[str, Replica] = {}
+        self._sightings = Sightings()
 
     @property
     def nodes(self) -> list[str]:
@@ -80,6 +82,7 @@ class Roster:
             gone += self._drop(info for info in known.workers if new_agent or now.get(info.id) != info.incarnation)
         while now_ns - self._heard_ns[silent := next(iter(self._nodes))] > NODE_COUNTS_NS:
             gone += self._drop(self._nodes.pop(silent).workers)
+            self._sightings.forget_node(silent)
             del self._heard_ns[silent]
         if new_agent or known is None or known.epoch != inventory.epoch:
             fabrics = {link.kind: link.gb_per_s for link in inventory.links}
@@ -90,7 +93,7 @@ class Roster:
     def judge(self, collector: str, word: WorkerState, now_ns: int) -> Gone | None:
         """Take a collector's word on a worker; return it if this made it dead.
 
-        Of several collectors the one that heard more beats is believed, on a tie the one that thinks it more alive.
+        Which of several collectors is believed is for ``Sightings`` to say.
         """
         replica = self._workers.get(word.worker)
         if replica is None or replica.info.incarnation != word.incarnation:
@@ -100,9 +103,15 @@ class Roster:
         if len(words) > 1:
             for other in [name for name, (_, _, heard_ns) in words.items() if now_ns - heard_ns > WORD_COUNTS_NS]:
                 del words[other]
-        _, verdict = max((beat, -verdict) for beat, verdict, _ in words.values())
-        was_dead, replica.dead = replica.dead, -verdict >= Verdict.DEAD
+        said = {name: (beat, -verdict, 0) for name, (beat, verdict, _) in words.items()}
+        _, alive, _ = self._sightings.best(replica.node, said)
+        was_dead, replica.dead = replica.dead, -alive >= Verdict.DEAD
         return (word.worker, word.incarnation) if replica.dead and not was_dead else None
+
+    def stamp(self, collector: str, stamp: NodeStamp) -> None:
+        """Take how far a collector has heard a node; what it said of the node's workers counts by that from now on."""
+        if stamp.node in self._nodes:
+            self._sightings.note(collector, stamp.node, stamp.sequence)
 
     def _take(self, node: str, fabrics: dict[str, float], info: WorkerInfo) -> None:
         place = self._place(node, fabrics, info)

@@ -18,6 +18,7 @@ from quartet_bus.messages import (
     LinkState,
     LinkTable,
     NodeInventory,
+    NodeStamp,
     Phase,
     RequestEvent,
     StreamId,
@@ -213,13 +214,15 @@ class CoordinatorService(Service):
             self.spawn(self._sweep(self._reign, [inventory.node]), f"sweep {inventory.node}")
 
     def _on_delta(self, delta: FleetDelta) -> None:
-        self._judge(delta.collector, delta.changes)
+        self._judge(delta.collector, delta.changes, delta.stamps)
 
     def _on_snapshot(self, snapshot: FleetSnapshot) -> None:
-        self._judge(snapshot.collector, snapshot.workers)
+        self._judge(snapshot.collector, snapshot.workers, snapshot.stamps)
 
-    def _judge(self, collector: str, words: tuple[WorkerState, ...]) -> None:
+    def _judge(self, collector: str, words: tuple[WorkerState, ...], stamps: tuple[NodeStamp, ...]) -> None:
         now_ns = self.now_ns()
+        for stamp in stamps:
+            self._roster.stamp(collector, stamp)
         gone: list[Gone] = []
         for word in words:
             dead = self._roster.judge(collector, word, now_ns)

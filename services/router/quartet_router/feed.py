@@ -12,6 +12,7 @@ from quartet_bus.messages import (
     FleetSnapshot,
     LinkTable,
     NodeInventory,
+    NodeStamp,
     WorkerState,
 )
 from quartet_bus.metrics import Metrics
@@ -89,14 +90,14 @@ class Feed:
             self._gaps.labels("delta").inc()
             self._ask("collector", message.collector, "snapshot", now_ms)
         self._numbers[message.collector] = (message.incarnation, message.number)
-        self._states(message.collector, message.changes, now_ms)
+        self._states(message.collector, message.changes, message.stamps, now_ms)
 
     def snapshot(self, message: FleetSnapshot, now_ms: float) -> None:
         """Everything one collector knows."""
         known = self._numbers.get(message.collector)
         if known is None or known[0] != message.incarnation or known[1] < message.number:
             self._numbers[message.collector] = (message.incarnation, message.number)
-        self._states(message.collector, message.workers, now_ms)
+        self._states(message.collector, message.workers, message.stamps, now_ms)
 
     def affinity(self, message: AffinityUpdate, now_ms: float) -> None:
         """Which prefixes a worker gained or lost; a gap asks for its full set."""
@@ -168,7 +169,9 @@ class Feed:
                 self._lost(name)
         return gone
 
-    def _states(self, collector: str, states: tuple[WorkerState, ...], now_ms: float) -> None:
+    def _states(
+        self, collector: str, states: tuple[WorkerState, ...], stamps: tuple[NodeStamp, ...], now_ms: float
+    ) -> None:
         self._heard_ms[collector] = self._newest_ms = now_ms
         hear = self._routing.hear
         for state in states:
@@ -176,6 +179,11 @@ class Feed:
             if dead is not None:
                 self._affinity.pop(state.worker, None)
                 self._lost(state.worker)
+        if stamps:
+            for slot in self._routing.stamp(collector, ((stamp.node, stamp.sequence) for stamp in stamps), now_ms):
+                worker = self._routing.fleet.at(slot).id
+                self._affinity.pop(worker, None)
+                self._lost(worker)
 
     def _ask(self, service: str, instance: str, verb: str, now_ms: float) -> None:
         name = f"{service}.{instance}.{verb}"

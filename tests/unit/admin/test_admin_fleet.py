@@ -100,6 +100,12 @@ def test_the_later_beat_counts_and_of_equal_beats_the_more_alive_word(history):
     assert (believed and (believed.beat, -believed.verdict)) == expected
 
 
+def test_a_word_counts_with_its_collectors_newest_stamp(table):
+    table.snapshot(snapshot("hears", state("n1-0", 5), stamps=(NodeStamp("n1", 1, 900, 0),)), 0)
+    table.delta(delta("lost", state("n1-0", 850, Verdict.DEAD)), 1)
+    assert verdict_of(table.worker("n1-0")) is Verdict.UP
+
+
 def test_a_collector_that_started_anew_is_believed_from_its_beginning(table):
     table.snapshot(snapshot("c", state("n1-0", 900, Verdict.DEAD)), 0)
     table.delta(delta("c", state("n1-0", 5), incarnation=2), 1)

@@ -28,6 +28,12 @@ def _accounted(board):
     return board.taken + board.superseded + board.dropped.total()
 
 
+def _node(fleet, name="a"):
+    """The node, told all that was heard of it."""
+    fleet.settle(0)
+    return fleet.nodes[name]
+
+
 def _live(fleet, beats, at_ns=0):
     """Hear one beat and be judged, so that the node is up and nothing is left to say."""
     fleet.hear(from_beats(beats), at_ns)
@@ -48,6 +54,7 @@ def test_a_beat_that_changes_no_state_is_not_told(fleet, beat, state_word):
     _live(fleet, [beat("a", 1, state_word(), state_word())])
     fleet.hear(from_beats([beat("a", 2, state_word(steps=9), state_word(steps=3))]), MS)
     assert not fleet.changed
+    fleet.settle(MS)
     assert fleet.stamps()[0].sequence == 2
 
 
@@ -66,6 +73,7 @@ def test_the_newest_beat_of_a_batch_counts_whatever_the_order_of_arrival(fleet, 
     (change,) = fleet.take_changes()
     assert (change.beat, change.state) == (6, words[4] & STATE_MASK)
     assert (fleet.board.taken, fleet.board.superseded) == (2, 3)
+    fleet.settle(MS)
     assert fleet.board.lost == 1  # beat 3
 
 
@@ -107,18 +115,46 @@ def test_a_forged_beat_before_a_nodes_first_has_to_be_one_that_a_node_could_reac
     assert [change.beat for change in _live(fleet, [beat("a", 3, state_word(), state_word())])] == [3, 3]
 
 
+def _beat_until_taken(fleet, make, at_most_ms):
+    """Beat every millisecond as an agent would, two sequences further each time; return when one was taken."""
+    before = fleet.board.taken
+    for at_ms in range(1, at_most_ms):
+        fleet.hear(make(2 * at_ms), at_ms * MS)
+        fleet.tick(at_ms * MS)
+        if fleet.board.taken > before:
+            return at_ms
+    return at_most_ms
+
+
 @pytest.mark.parametrize("jumps", [1, 20])
-def test_jumps_that_are_taken_silence_a_node_for_five_seconds_however_many(fleet, beat, state_word, jumps):
+def test_forged_jumps_that_are_taken_silence_a_node_for_less_than_it_takes_to_be_dead(fleet, beat, state_word, jumps):
     word = state_word()
     _live(fleet, [beat("a", 0, word, word)])
     for number in range(1, jumps + 1):
         fleet.hear(from_beats([beat("a", 10_000 * number, word, word)]), 0)
     assert (fleet.board.taken, fleet.board.dropped["jump"]) == (2, jumps - 1)
-    for at_ms in range(1, 10_000):
-        fleet.hear(from_beats([beat("a", 2 * at_ms, word, word)]), at_ms * MS)
-        if fleet.board.taken > 2:
-            break
-    assert at_ms == 5001
+    assert _beat_until_taken(fleet, lambda sequence: from_beats([beat("a", sequence, word, word)]), 10_000) <= 55
+    assert fleet.board.sequences.resumed == 1
+    assert fleet.verdict(fleet.nodes["a"]) is not Verdict.DEAD
+
+
+def test_a_forged_first_beat_silences_a_node_no_longer_than_any_other(fleet, beat, state_word):
+    word = state_word()
+    _live(fleet, [beat("a", 2**40, word, word)])
+    assert _beat_until_taken(fleet, lambda sequence: from_beats([beat("a", sequence, word, word)]), 10_000) <= 55
+
+
+@pytest.mark.parametrize(
+    "sequences",
+    [[7] * 200, list(range(200, 0, -1)), [1, 50_000] * 100, [number * 1000 for number in range(200)]],
+    ids=["one", "falling", "two", "too fast"],
+)
+def test_refused_beats_that_do_not_rise_as_a_nodes_would_stay_refused(fleet, beat, state_word, sequences):
+    word = state_word()
+    fleet.hear(from_beats([beat("a", 2**40, word, word)]), 0)
+    for at_ms, sequence in enumerate(sequences):
+        fleet.hear(from_beats([beat("a", sequence, word, word)]), at_ms * MS)
+    assert (fleet.board.taken, fleet.board.sequences.resumed) == (1, 0)
 
 
 def test_a_node_unheard_for_long_is_taken_again_at_once(fleet, beat, state_word):
@@ -129,13 +165,27 @@ def test_a_node_unheard_for_long_is_taken_again_at_once(fleet, beat, state_word)
     assert fleet.board.taken == 2
 
 
+def test_a_pause_of_the_collector_makes_nobodys_beats_jumps_in_whichever_batch_they_come(inventory, beat, state_word):
+    fleet = Fleet(LIMITS)
+    for name in ("a", "b", "new"):
+        fleet.announce(inventory(name), 0)
+    word, pause_ms = state_word(), 60_000
+    _live(fleet, [beat(name, 1, word, word) for name in ("a", "b")])
+    fleet.settle(0)
+    fleet.hear(from_beats([beat(name, 3, word, word) for name in ("a", "b")]), MS)
+    for name in ("new", "a", "b"):
+        fleet.hear(from_beats([beat(name, 2 * pause_ms, word, word)]), pause_ms * MS)
+    assert (fleet.board.dropped["jump"], fleet.board.taken) == (0, 7)
+
+
 def test_lost_beats_are_counted_from_gaps_but_not_from_what_was_said_before_we_listened(fleet, beat, state_word):
     word = state_word()
     _live(fleet, [beat("a", 1000, word, word)])
     assert fleet.board.lost == 0
     fleet.hear(from_beats([beat("a", 1001, word, word), beat("a", 1004, word, word)]), MS)
     fleet.hear(from_beats([beat("a", 1006, word, word)]), MS)
-    assert fleet.board.lost == fleet.nodes["a"].lost == 3
+    assert _node(fleet).lost == 3
+    assert fleet.board.lost == 3
 
 
 def test_unknown_nodes_and_unannounced_incarnations_change_nothing(fleet, beat, state_word):
@@ -316,6 +366,14 @@ class TestWithKeys:
         assert +fleet.board.dropped == {"tag": 1}
         assert _accounted(fleet.board) == 1
 
+    def test_recorded_beats_do_not_bring_a_node_back_that_has_keys(self, fleet, beat, state_word, received, datagram):
+        key = node_key(self.OLD, "a")
+        make = lambda sequence: received(datagram(beat("a", sequence, state_word(), state_word()), key))  # noqa: E731
+        fleet.hear(make(5000), 0)
+        fleet.tick(0)
+        assert _beat_until_taken(fleet, make, 2000) == 2000
+        assert fleet.verdict(fleet.nodes["a"]) is Verdict.DEAD
+
     def test_a_forged_newer_beat_does_not_hide_the_genuine_one_beside_it(
         self, fleet, beat, state_word, received, datagram
     ):
@@ -414,4 +472,5 @@ def test_whole_batches_do_what_one_beat_after_the_other_would(inventory, receive
     assert states == simple.words
     assert +fleet.board.dropped == simple.counts
     assert _accounted(fleet.board) == fleet.board.received == sum(map(len, batches))
+    fleet.settle(0)
     assert {node.hash: node.sequence + 1 for node in fleet.nodes.values()} == simple.next

@@ -282,7 +282,7 @@ def test_status_counts_what_was_heard_and_names_the_nodes(on_stage):
         assert (status["dropped"]["unknown_node"], status["lost"]) == (5, 5)
         (node,) = status["nodes"]
         assert (node["node"], node["verdict"], node["sequence"]) == ("a", "up", 30)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.1)
         text = collector.metrics.exposition().decode()
         assert 'quartet_collector_dropped_total{reason="unknown_node"} 5.0' in text
         assert 'quartet_collector_nodes{verdict="dead"} 1.0' in text

@@ -21,6 +21,7 @@ from quartet_bus.messages import (
     LinkInfo,
     LinkTable,
     NodeInventory,
+    NodeStamp,
     Phase,
     RequestEvent,
     Role,
@@ -241,6 +242,9 @@ class World:
     def verdict(self, at, verdict, *, beat=10, collector="collector"):
         word = WorkerState(at, 1, 0, beat, verdict)
         self.say(subjects.fleet_delta(), FleetDelta(collector, 1, 1, (word,)))
+
+    def stamp(self, node, sequence, *, collector="collector"):
+        self.say(subjects.fleet_delta(), FleetDelta(collector, 1, 1, (), (NodeStamp(node, 1, sequence, 0),)))
 
     def cancel(self, request="r1", whose="tenant", **more):
         self.say(subjects.cancel(whose), Cancel(request, **more))

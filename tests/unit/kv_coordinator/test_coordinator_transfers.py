@@ -197,6 +197,24 @@ def test_of_two_collectors_the_one_that_heard_more_is_believed(play):
     play(story)
 
 
+def test_a_collector_that_lost_sight_of_a_node_ends_no_transfer_while_another_one_hears_it(play):
+    async def story(world):
+        await world.start()
+        world.agents["p"].stuck = True
+        world.verdict("d-0", Verdict.UP, beat=5, collector="good")
+        world.stamp("d", 900, collector="good")
+        world.plan()
+        await asyncio.sleep(0.05)
+        world.verdict("d-0", Verdict.DEAD, beat=850, collector="deaf")
+        await asyncio.sleep(0.01)
+        assert world.outcomes() == []
+        world.verdict("d-0", Verdict.DEAD, beat=901, collector="good")
+        await asyncio.sleep(0.01)
+        assert world.outcomes() == [("t1", "dead")]
+
+    play(story)
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.05])
 def test_a_cancel_frees_both_sides_whenever_it_comes(play, after_s):
     async def story(world):

@@ -21,6 +21,7 @@ from quartet_bus.messages import (
     LinkInfo,
     LinkState,
     LinkTable,
+    NodeStamp,
     Phase,
     Prefill,
     Role,
@@ -403,6 +404,70 @@ def test_a_gap_in_deltas_asks_for_a_snapshot_which_mends_it():
         await stage.settle()
         await stage.ask()
         assert [run.worker for run in stage.of(Run)] == ["n-1"]
+
+    play(script)
+
+
+def _stamped(collector, number, sequence, *changes):
+    return FleetDelta(collector, 1, number, changes, (NodeStamp("n", 1, sequence, 0),))
+
+
+def test_a_collector_that_lost_sight_of_a_node_kills_nobody_while_another_one_hears_it():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        fleet = stage.router.routing.fleet
+        up, dead = WorkerState("n-0", 1, 0, 10, Verdict.UP), WorkerState("n-0", 1, 0, 900, Verdict.DEAD)
+        for delta in (
+            _stamped("a", 1, 10, up),
+            _stamped("b", 1, 900),
+            _stamped("a", 2, 950),
+            _stamped("b", 2, 0, dead),
+        ):
+            stage.say(subjects.fleet_delta(), delta)
+        await stage.settle()
+        assert fleet.verdict(0) == Verdict.UP
+
+    play(script)
+
+
+def test_who_is_believed_is_decided_anew_with_the_next_stamp():
+    async def script(stage):
+        await stage.announce(worker("n-0"))
+        fleet = stage.router.routing.fleet
+        up, dead = WorkerState("n-0", 1, 0, 10, Verdict.UP), WorkerState("n-0", 1, 0, 900, Verdict.DEAD)
+        stage.say(subjects.fleet_delta(), _stamped("a", 1, 10, up))
+        stage.say(subjects.fleet_delta(), _stamped("b", 1, 900, dead))
+        await stage.settle()
+        assert fleet.verdict(0) == Verdict.DEAD
+        stage.say(subjects.fleet_delta(), _stamped("a", 2, 1_000))
+        await stage.settle()
+        assert fleet.verdict(0) == Verdict.UP
+        stage.say(subjects.fleet_delta(), _stamped("a", 3, 0, WorkerState("n-0", 1, 0, 1_001, Verdict.DEAD)))
+        await stage.settle()
+        assert fleet.verdict(0) == Verdict.DEAD
+
+    play(script)
+
+
+def test_a_restarted_collector_shows_in_the_count_of_gaps_and_nowhere_else():
+    async def script(stage):
+        asked = []
+        await stage.bus.subscribe("quartet.v1.ctl.collector.>", lambda m: asked.append(m.subject))
+        await stage.announce(worker("n-0"))
+        fleet = stage.router.routing.fleet
+        await stage.word("n-0", beat=10, batch=3)
+        before, known = len(asked), fleet.planes.word(0)
+        gaps = stage.router.metrics.exposition().decode()
+        again = WorkerState("n-0", 1, known, 400, Verdict.UP)
+        stage.say(subjects.fleet_delta(), FleetDelta("c", 2, 1, (again,)))
+        await stage.settle()
+        assert (fleet.verdict(0), fleet.planes.word(0)) == (Verdict.UP, known)
+        assert stage.router.metrics.exposition().decode() != gaps
+        assert 'fleet_gaps_total{kind="delta"}' in gaps
+        await asyncio.sleep(0.6)
+        stage.say(subjects.fleet_delta(), FleetDelta("c", 3, 7, ()))
+        await stage.settle()
+        assert asked[before:] == ["quartet.v1.ctl.collector.c.snapshot"]
 
     play(script)
 
