@@ -1,10 +1,13 @@
 """``simulate``: one fleet, one list of requests, one policy, one seed; one outcome."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quartet_core.catalogue import Catalogue
+from quartet_core.routing import UnknownPolicy
 from quartet_sim.simulation.figures import Outcome
+from quartet_sim.simulation.policies import POLICIES
 from quartet_sim.simulation.spec import FleetSpec, Request, Settings
+from quartet_sim.simulation.world import World
 
 
 def simulate(
@@ -15,13 +18,30 @@ def simulate(
     policy: str = "finish-time",
     seed: int = 0,
     settings: Settings | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> Outcome:
     """Let ``requests`` pass over ``fleet`` and say how they fared.
 
     ``requests`` are in order of ``at_ms`` and carry their targets (``Request.slo``). ``policy`` is one of
-    ``policies.NAMES``. The ``seed`` is of the simulation alone (lost words, ties): what the requests are was decided
-    when they were made. Raises ``WrongFleet``, and ``UnknownPolicy`` for a policy that is none.
+    ``policies.POLICIES``. The ``seed`` is of the simulation alone (lost words, ties): what the requests are was decided
+    when they were made. ``progress`` is told the share of the time that has passed, now and then. Raises ``WrongFleet``,
+    and ``UnknownPolicy`` for a policy that is none.
     """
-    raise NotImplementedError(
-        "the interface is here first; the body follows"
+    fleet.check(catalogue)
+    if policy not in POLICIES:
+        raise UnknownPolicy(policy, list(POLICIES))
+    world = World(catalogue, fleet, requests, policy=policy, seed=seed, settings=settings or Settings())
+    world.run(progress)
+    return world.tally.outcome(
+        world.sites,
+        span_ms=world.span_ms,
+        policy=policy,
+        seed=seed,
+        held=world.desk.held,
+        splits=world.carrier.splits,
+        fetches=world.carrier.fetches,
+        retries=world.carrier.retries,
+        decisions=world.desk.decisions,
+        events=world.timeline.events,
+        log_hash=world.timeline.log_hash(),
     )

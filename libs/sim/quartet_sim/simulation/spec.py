@@ -183,7 +183,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     view_loss: float = 0.0
     dispatch_ms: float = 0.3
     event_ms: float = 0.3
-    affinity_ms: float = 50.0
+    affinity_ms: float = 20.0
     detect_ms: float = 100.0
     hold: bool = True
     hold_max_ms: float = 2_000.0
