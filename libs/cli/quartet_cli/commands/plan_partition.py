@@ -1,6 +1,6 @@
 """``quartet plan partition``: cut a model into pipeline stages over unlike cards, exactly, and say what binds.
 
-Prints the stages, what stands in the way of a better cut, other choices, and settings for the engine that can be pasted.
+Prints the stages, what stands in the way of a better cut, other choices, and settings to paste for the engine.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from quartet_cli.plans.catalogue import catalogue_with
 from quartet_core.catalogue import UnknownProfile
 from quartet_sim.partition import explain, moves, placement, precision, search, settings
 from quartet_sim.partition.engines import ENGINES, TENSORRT_LLM, VLLM
-from quartet_sim.partition.machines import WrongMachines, decode_nodes, parse_nodes, pools_of
+from quartet_sim.partition.machines import Rdma, WrongMachines, decode_nodes, parse_nodes, pools_of
 from quartet_sim.partition.placement import Limits, Placement
 from quartet_sim.partition.precision import lesser
 from quartet_sim.partition.question import Question
@@ -37,9 +37,7 @@ def add_to(commands: "Commands") -> None:
     parser = commands.add_parser("partition", help="cut a model over unlike cards", description=__doc__)
     parser.add_argument("model", help="a model of the catalogue")
     machines = parser.add_mutually_exclusive_group(required=True)
-    machines.add_argument(
-        "--gpus", metavar="CARDS", help="1xH100_SXM5,2xL40S_PCIE: ',' between nodes, '+' within one"
-    )
+    machines.add_argument("--gpus", metavar="CARDS", help="1xH100_SXM5,2xL40S_PCIE: ',' between nodes, '+' within one")
     machines.add_argument("--machines", type=Path, metavar="FILE", help="nodes as TOML ([[nodes]], docs/planning.md)")
     parser.add_argument("--network", choices=("roce", "ib", "tcp"), default="roce", help="between --gpus' nodes [roce]")
     parser.add_argument("--engine", choices=tuple(ENGINES), default="vllm", help="keep to what it can run [vllm]")
@@ -49,7 +47,9 @@ def add_to(commands: "Commands") -> None:
         ("concurrency", 16, "requests under way at a time"),
         ("max-model-len", 8192, "longest sequence"),
     ):
-        parser.add_argument(f"--{name}", type=options.positive, default=default, metavar="N", help=f"{what} [{default}]")
+        parser.add_argument(
+            f"--{name}", type=options.positive, default=default, metavar="N", help=f"{what} [{default}]"
+        )
     parser.add_argument("--precisions", default="bf16,fp8,int4", help="that may be used [bf16,fp8,int4]")
     parser.add_argument(
         "--quality-budget", type=float, default=1.0, metavar="PCT", help="quality that may be lost, in %% [1]"
@@ -104,7 +104,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _nothing(arguments: argparse.Namespace, question: Question) -> int:
     reasons = explain.obstacles(question)
     if arguments.json:
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode({"placement": None, "obstacles": reasons})) + b"\n")
+        sys.stdout.buffer.write(
+            msgspec.json.format(msgspec.json.encode({"placement": None, "obstacles": reasons})) + b"\n"
+        )
     else:
         print(f"{question.shape.model} does not fit these cards.", file=sys.stderr)
         for reason in reasons:
@@ -116,7 +118,7 @@ def _question(arguments: argparse.Namespace) -> Question:
     """Raises ``CommandFailed`` with code 2 for whatever was asked wrongly."""
     catalogue = catalogue_with(arguments.catalogue)
     try:
-        rdma = "" if arguments.network == "tcp" else arguments.network
+        rdma: Rdma = "" if arguments.network == "tcp" else arguments.network
         nodes = decode_nodes(_text(arguments.machines)) if arguments.machines else parse_nodes(arguments.gpus, rdma)
         pools = pools_of(nodes, catalogue)
         shape = shape_of(catalogue.model(arguments.model))

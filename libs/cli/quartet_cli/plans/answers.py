@@ -11,8 +11,8 @@ from quartet_sim.partition.placement import Placement
 class PartitionAnswer(Struct, frozen=True, kw_only=True):
     """A placement and all that is told about it. ``settings`` are texts by engine.
 
-    With ``--from``, ``current`` is the placement that is now, under the workload asked about, and ``moves`` lead from it
-    to ``placement``.
+    With ``--from``, ``current`` is the placement that is now, under the workload asked about, and ``moves`` lead from
+    it to ``placement``.
     """
 
     placement: Placement

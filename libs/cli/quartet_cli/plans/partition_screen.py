@@ -28,10 +28,12 @@ def show(console: Console, answer: PartitionAnswer) -> None:
     for engine, text in answer.settings.items():
         console.print(f"\nSettings for {engine}", style="bold")
         console.print(text, markup=False, soft_wrap=True, end="")
-    for refusal in answer.engine.refuses:
-        console.print(f"{answer.engine.name} refuses: {refusal}", markup=False, soft_wrap=True)
+    if answer.engine.refuses:
+        console.print(f"\nWhat {answer.engine.name} cannot do, and the plan leaves out", style="bold")
+        for refusal in answer.engine.refuses:
+            console.print(f"  {refusal}", markup=False, soft_wrap=True)
     for note in answer.engine.notes:
-        console.print(f"{answer.engine.name}: {note}", markup=False, soft_wrap=True)
+        console.print(f"Note: {note}", markup=False, soft_wrap=True)
 
 
 def _stages(found: Placement) -> Table:
@@ -91,7 +93,9 @@ def _alternatives(others: list[Alternative]) -> Table:
 def _show_moves(console: Console, plan: MovePlan, current: Placement, found: Placement) -> None:
     fits = "" if current.fits else ", which its cards no longer hold"
     console.print("\nFrom the placement that is now", style="bold")
-    console.print(f"It would do {current.rate_per_s:.2f} requests/s of this workload{fits}; the plan {found.rate_per_s:.2f}.")
+    console.print(
+        f"It would do {current.rate_per_s:.2f} requests/s of this workload{fits}; the plan {found.rate_per_s:.2f}."
+    )
     if not plan.moves:
         console.print("Nothing moves.")
         return
@@ -114,17 +118,18 @@ def _show_moves(console: Console, plan: MovePlan, current: Placement, found: Pla
     console.print(
         f"{plan.stays} units stay; {plan.sent_bytes / 1e9:.1f} GB over links, {plan.store_bytes / 1e9:.1f} GB from the "
         f"store, {plan.ms / 1e3:.1f} s one after the other. The fullest card is {fullest}, never above "
-        f"{peak / 1e9:.1f} of {plan.limit_bytes[fullest] / 1e9:.1f} GB.\nNeither engine moves layers while it serves: the "
-        "steps are for weights and KV that a restarted engine finds in place.",
+        f"{peak / 1e9:.1f} of {plan.limit_bytes[fullest] / 1e9:.1f} GB.",
         soft_wrap=True,
+    )
+    console.print(
+        "Neither engine moves layers while it serves. Use it to place weights before a restart, and to know its cost."
     )
 
 
 def _runs(plan: MovePlan) -> list[list[Move]]:
     """Steps that follow each other from the same cards to the same cards."""
     return [
-        list(run)
-        for _, run in groupby(plan.moves, lambda move: (move.kind, move.source, move.target, move.precision))
+        list(run) for _, run in groupby(plan.moves, lambda move: (move.kind, move.source, move.target, move.precision))
     ]
 
 

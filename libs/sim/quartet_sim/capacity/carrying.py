@@ -1,20 +1,21 @@
 """What one worker takes of one kind of request: its time, its KV, and whether it can be in time at all.
 
 A worker that decodes full batches spends on a request its prefill, and for each token of the answer one batch's share
-of a step. The batch is the largest that keeps the target for time per token, prefill in between counted, and fits the KV
-memory. Time to first token counts as kept when an idle worker keeps it with ``Margins.ttft_share`` to spare: queues are
-the simulator's to judge.
+of a step. The batch is the largest that keeps the target for time per token, prefill in between counted, and fits the
+KV memory. Time to first token counts as kept when an idle worker's prefill takes ``Margins.ttft_share`` of it at most:
+queues are the simulator's to judge.
 """
 
 from collections.abc import Sequence
 
 from msgspec import Struct
 
-from quartet_core.catalogue import Catalogue
+from quartet_core.catalogue import Catalogue, ProfileKey
 from quartet_core.profile import Profile
 from quartet_sim.capacity.demand import Kind, Sample
 
 MAX_BATCH = 256
+_MOST_BUSY = 0.95
 
 
 class Option(Struct, frozen=True, kw_only=True):
@@ -28,7 +29,11 @@ class Option(Struct, frozen=True, kw_only=True):
     idle_w: float
     tdp_w: float
     kv_tokens: int
-    profile: Profile
+
+    @property
+    def key(self) -> ProfileKey:
+        """Where its times are in the catalogue."""
+        return self.hardware, self.model, self.precision, self.tp
 
     @property
     def name(self) -> str:
@@ -37,8 +42,8 @@ class Option(Struct, frozen=True, kw_only=True):
 
 
 class Margins(Struct, frozen=True, kw_only=True):
-    """How full workers may be planned. ``utilisation`` is of their time and KV, ``ttft_share`` of the target that an idle
-    worker's prefill may take."""
+    """How full workers are planned. ``utilisation`` is of their time and KV, ``ttft_share`` of the target that an idle
+    worker's prefill may take. Rounds may raise ``utilisation`` above 1: what a worker carries is itself an estimate."""
 
     utilisation: float = 0.9
     ttft_share: float = 0.8
@@ -80,22 +85,19 @@ def options_of(
                 idle_w=kind.idle_w * tp,
                 tdp_w=kind.tdp_w * tp,
                 kv_tokens=kv_tokens,
-                profile=catalogue.profile(hardware, model, precision, tp),
             )
         )
     return found
 
 
-def alone_ms(option: Option, sample: Sample) -> float:
+def alone_ms(profile: Profile, sample: Sample) -> float:
     """A request's prefill and a twentieth of its decode: a measure of work that needs no batch."""
-    profile = option.profile
     step = profile.step_ms_at(1, sample.cached + sample.uncached)
     return profile.prefill_ms(sample.cached, sample.uncached) + sample.output * step / 20
 
 
-def carried(option: Option, kind: Kind, margins: Margins) -> Carried:
-    """What one request of ``kind`` takes of a worker of ``option``."""
-    profile = option.profile
+def carried(option: Option, profile: Profile, kind: Kind, margins: Margins) -> Carried:
+    """What one request of ``kind`` takes of a worker of ``option``, whose times are ``profile``."""
     count = len(kind.samples)
     prefills = [profile.prefill_ms(sample.cached, sample.uncached) for sample in kind.samples]
     prefill_ms = sum(prefills) / count
@@ -107,10 +109,10 @@ def carried(option: Option, kind: Kind, margins: Margins) -> Carried:
         """Of a decode that shares the worker with the prefills of its own kind."""
         alone = profile.step_ms_at(batch, context)
         decode_ms = output * alone / batch
-        prefilling = margins.utilisation * prefill_ms / (prefill_ms + decode_ms)
+        prefilling = min(margins.utilisation, _MOST_BUSY) * prefill_ms / (prefill_ms + decode_ms)
         return alone / (1 - prefilling)
 
-    by_kv = int(option.kv_tokens * margins.utilisation / (prompt + output))
+    by_kv = int(option.kv_tokens * min(margins.utilisation, 1.0) / (prompt + output))
     most = max(1, min(MAX_BATCH, by_kv))
     low, high = 0, most
     while low < high:  # the time per token only grows with the batch
@@ -122,7 +124,7 @@ def carried(option: Option, kind: Kind, margins: Margins) -> Carried:
     if within < 1:
         late = (
             f"an idle worker prefills in {prefill_ms:,.0f} ms on average and {max(prefills):,.0f} at most; "
-            f"{margins.ttft_share:.0%} of the target for the first token are {kind.slo.ttft_ms * margins.ttft_share:,.0f} ms"
+            f"{margins.ttft_share:.0%} of the target are {kind.slo.ttft_ms * margins.ttft_share:,.0f} ms"
         )
     if not low:
         within = 0.0

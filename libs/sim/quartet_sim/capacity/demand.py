@@ -31,7 +31,7 @@ class Sample(Struct, frozen=True):
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """Requests of ``model`` under ``slo`` with prompts of at least ``least`` and less than ``below`` tokens (0: no end).
+    """Requests of ``model`` under ``slo`` with prompts of ``least`` tokens up to, without, ``below`` (0: no end).
 
     ``rate_per_s`` is at peak, ``mean_per_s`` over the whole span.
     """
@@ -73,7 +73,7 @@ def demand_of(
     """``requests``, which are in order of arrival, as a demand.
 
     The peak of a model is the ``peak_percentile`` of its work over windows of ``window_s``, as ``work_ms`` of some
-    worker says it. Requests that follow others count where they are in the list. Raises ``ValueError`` without requests.
+    worker says it. Requests that follow others count where they are in the list. Raises ``ValueError`` without any.
     """
     if not requests:
         raise ValueError("no requests: nothing to plan for")
@@ -101,7 +101,9 @@ def demand_of(
             mean_per_s=len(samples) / span_s,
             samples=_spaced(samples),
         )
-        for (model, slo, bucket), samples in sorted(found.items(), key=lambda item: (item[0][0], item[0][1].name, item[0][2]))
+        for (model, slo, bucket), samples in sorted(
+            found.items(), key=lambda item: (item[0][0], item[0][1].name, item[0][2])
+        )
     )
     return Demand(
         kinds=kinds,
@@ -125,7 +127,7 @@ def _sample(request: Request, seen: set[int], cached_share: float) -> Sample:
 
 
 def _peak(sums: list[float], percentile: float) -> float:
-    """The windows' percentile over their mean; the last window, which may be cut short, only where there is no other."""
+    """The windows' percentile over their mean, without the last window, which may be cut short, if there is another."""
     whole = sums[:-1] or sums
     ordered = sorted(whole)
     mean = sum(whole) / len(whole)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from quartet_core.catalogue import Catalogue
 from quartet_sim.capacity.carrying import Carried, Margins, Option, carried
 from quartet_sim.capacity.demand import Demand
 
@@ -22,8 +23,9 @@ _PREFER_FEWER = 1e-6
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What may be bought: cards of each class, and USD per hour (None: whatever it takes). ``goal`` is the share of each
-    model's requests that must be able to be in time."""
+    """What may be bought: cards of each class, and USD per hour (None: whatever it takes).
+
+    ``goal`` is the share of each model's requests that must be able to be in time."""
 
     stock: dict[str, int]
     budget_per_hour: float | None = None
@@ -64,14 +66,20 @@ class NotSolved(RuntimeError):
 class Program:
     """The program of one demand: built once, solved under several limits and margins."""
 
-    def __init__(self, demand: Demand, options: Sequence[Option]) -> None:
+    def __init__(self, demand: Demand, options: Sequence[Option], catalogue: Catalogue) -> None:
+        """``options`` are of ``catalogue``."""
         self.demand = demand
         self.options = list(options)
+        self.catalogue = catalogue
+
+    def of(self, demand: Demand) -> "Program":
+        """The same for another demand."""
+        return Program(demand, self.options, self.catalogue)
 
     def table(self, margins: Mapping[str, Margins]) -> dict[tuple[int, int], Carried]:
         """What each option takes of each kind of its model, by (kind, option)."""
         return {
-            (k, o): carried(option, kind, margins[kind.model])
+            (k, o): carried(option, self.catalogue.profile(*option.key), kind, margins[kind.model])
             for k, kind in enumerate(self.demand.kinds)
             for o, option in enumerate(self.options)
             if option.model == kind.model
@@ -80,8 +88,8 @@ class Program:
     def solve(
         self, limits: Limits, margins: Mapping[str, Margins], *, unlike: Sequence[Mapping[str, int]] = ()
     ) -> Mix | None:
-        """The cheapest mix, or None when there is none. ``unlike`` are cards by class: the mix has fewer of at least one
-        class than each of them. Raises `NotSolved`."""
+        """The cheapest mix, or None when there is none. ``unlike`` are cards by class: than each of them, the mix has
+        fewer of at least one class. Raises `NotSolved`."""
         return _Solving(self, limits, margins, unlike).solve()
 
 
@@ -171,9 +179,7 @@ class _Solving:
     def _be_in_time(self) -> None:
         for model in {kind.model for kind in self._demand.kinds}:
             rates = {k: kind.rate_per_s for k, kind in enumerate(self._demand.kinds) if kind.model == model}
-            row = {
-                self._shares[k, o]: rates[k] * each.within for (k, o), each in self._table.items() if k in rates
-            }
+            row = {self._shares[k, o]: rates[k] * each.within for (k, o), each in self._table.items() if k in rates}
             self._row(row, self._limits.goal * sum(rates.values()), np.inf)
 
     def _keep_limits(self) -> None:

@@ -1,9 +1,9 @@
-"""Rounds: solve, let the simulator judge, leave more room where it finds requests late, solve again.
+"""Rounds: solve, let the simulator judge, leave more room or less, solve again.
 
-The program knows no queues; the simulator has them, with the very routing rules of the product. A round that misses the
-share of requests in time lowers the margin of the models that missed it. What passes is then tried with one worker less
-of each team, the dearest first: the last answer is a mix that the simulator accepts, and from which it accepts none to
-be taken away, as far as the number of runs allows.
+The program knows no queues; the simulator has them, with the very routing rules of the product. A round that misses
+the share of requests in time lowers the planned utilisation of the models that missed it; one that passes raises it,
+until a cheaper mix does not. What passed is then tried with one worker less of each team, the dearest first: the answer
+is a mix that the simulator accepts, and from which it lets none be taken away, as far as the number of runs allows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +21,18 @@ from quartet_sim.simulation.spec import FleetSpec, Group, Request
 Simulate = Callable[[FleetSpec, Sequence[Request]], Outcome]
 """Runs a fleet on requests; ``simulation.run.simulate`` with everything else decided."""
 
-_LESS = 0.93
-_MOST_TIGHTENINGS = 40
-_LEAST_UTILISATION = 0.05
+RoundKind = Literal["solved", "tighter", "looser", "one less"]
+
+_STEP = 0.93
+_MOST_STEPS = 40
+_UTILISATIONS = (0.05, 3.0)
+"""Between these a plan is looked for."""
 
 
 class Round(Struct, frozen=True, kw_only=True):
     """One mix and how it fared. ``utilisation`` is the margin it was planned with, by model; ``missed`` are models."""
 
-    kind: Literal["solved", "one less", "one more"]
+    kind: RoundKind
     mix: Mix
     utilisation: dict[str, float]
     outcome: Outcome
@@ -82,7 +85,7 @@ def confirmed(
     margins = dict(margins)
     rounds: list[Round] = []
 
-    def run(kind: Literal["solved", "one less", "one more"], mix: Mix) -> Round:
+    def run(kind: RoundKind, mix: Mix) -> Round:
         outcome = simulate(fleet_of(mix), requests)
         utilisation = {model: margin.utilisation for model, margin in margins.items()}
         missed = tuple(part.name for part in outcome.by_model if part.within_slo < limits.goal)
@@ -94,44 +97,67 @@ def confirmed(
     mix = program.solve(limits, margins)
     if mix is None:
         return Rounds(rounds=(), best=None, margins=margins, ended="no mix within the limits")
-    passed: Round | None = None
+    made = run("solved", mix)
+    best = made if made.passed else None
+    kind: RoundKind = "looser" if made.passed else "tighter"
     while len(rounds) < most_runs:
-        made = run("solved", mix)
-        if made.passed:
-            passed = made
+        models = made.missed or tuple(margins)
+        other = _other(program, limits, margins, made.mix, models, _STEP if kind == "tighter" else 1 / _STEP)
+        if other is None:
             break
-        tighter = _tightened(program, limits, margins, made)
-        if tighter is None:
-            return Rounds(
-                rounds=tuple(rounds), best=None, margins=margins,
-                ended="no mix within the limits leaves more room than the last one, which the simulator found too small",
-            )  # fmt: skip
-        mix = tighter
-    if passed is None:
+        made = run(kind, other)
+        if made.passed:
+            best = made
+        if made.passed == (kind == "tighter"):
+            break
+    if best is None:
         ended = f"{most_runs} simulations, and none passed"
+        if len(rounds) < most_runs:
+            ended = "no mix within the limits leaves more room than the last one, which the simulator found too small"
         return Rounds(rounds=tuple(rounds), best=None, margins=margins, ended=ended)
-    best, ended = _trimmed(passed, run, most_runs, rounds)
-    return Rounds(rounds=tuple(rounds), best=best, margins=margins, ended=ended)
+    best, ended = _trimmed(best, run, most_runs, rounds)
+    return Rounds(rounds=tuple(rounds), best=best, margins=_learned(program, limits, margins, best), ended=ended)
 
 
-def _tightened(program: Program, limits: Limits, margins: dict[str, Margins], made: Round) -> Mix | None:
-    """The cheapest mix under margins so much smaller, for the models that missed, that it is another one."""
-    for _ in range(_MOST_TIGHTENINGS):
-        for model in made.missed:
-            less = margins[model].utilisation * _LESS
-            margins[model] = msgspec.structs.replace(margins[model], utilisation=less)
-            if less < _LEAST_UTILISATION:
-                return None
-        mix = program.solve(limits, margins)
-        if mix is None:
+def _other(
+    program: Program, limits: Limits, margins: dict[str, Margins], mix: Mix, models: Sequence[str], factor: float
+) -> Mix | None:
+    """The cheapest mix under the nearest utilisation of ``models``, step by step of ``factor``, that is not ``mix``.
+
+    Cheaper than that where ``factor`` is above 1. ``margins`` become those it was found with.
+    """
+    least, most = _UTILISATIONS
+    for _ in range(_MOST_STEPS):
+        for model in models:
+            margins[model] = msgspec.structs.replace(margins[model], utilisation=margins[model].utilisation * factor)
+        if not all(least <= margin.utilisation <= most for margin in margins.values()):
             return None
-        if mix.price_per_hour > made.mix.price_per_hour or _workers(mix) != _workers(made.mix):
-            return mix
+        other = program.solve(limits, margins)
+        if other is None:
+            return None
+        if _workers(other) != _workers(mix) and (factor < 1 or other.price_per_hour < mix.price_per_hour):
+            return other
     return None
 
 
+def _learned(program: Program, limits: Limits, margins: Mapping[str, Margins], best: Round) -> dict[str, Margins]:
+    """Margins under which the program, too, finds nothing dearer than what passed: what binds is asked with them."""
+    found = {
+        model: msgspec.structs.replace(margin, utilisation=best.utilisation[model]) for model, margin in margins.items()
+    }
+    for _ in range(_MOST_STEPS):
+        mix = program.solve(limits, found)
+        if mix is None or mix.price_per_hour <= best.mix.price_per_hour + 1e-6:
+            break
+        found = {
+            model: msgspec.structs.replace(margin, utilisation=margin.utilisation / _STEP)
+            for model, margin in found.items()
+        }
+    return found
+
+
 def _trimmed(
-    passed: Round, run: Callable[[Literal["one less"], Mix], Round], most_runs: int, rounds: list[Round]
+    passed: Round, run: Callable[[RoundKind, Mix], Round], most_runs: int, rounds: list[Round]
 ) -> tuple[Round, str]:
     """``passed`` with as many workers taken away, one by one, as the simulator allows."""
     best = passed

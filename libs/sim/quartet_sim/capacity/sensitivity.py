@@ -10,6 +10,7 @@ from quartet_sim.capacity.demand import Demand
 from quartet_sim.capacity.mix import Limits, Mix, Program
 
 _LOOSER = 1.25
+_ENDLESS = 100_000
 
 
 class Relief(Struct, frozen=True, kw_only=True):
@@ -38,21 +39,17 @@ def obstacles(program: Program, limits: Limits, margins: Mapping[str, Margins]) 
         if other is not None:
             found.append(Relief(limit=limit, text=text, price_per_hour=other.price_per_hour))
     if not found:
-        endless = {name: 100_000 for name in limits.stock}
+        endless = dict.fromkeys(limits.stock, _ENDLESS)
         free = Limits(stock=endless, budget_per_hour=None, goal=limits.goal)
         other = program.solve(free, margins)
         text = "stock and budget together"
         if other is None:
             text = "no stock and no budget would do: the targets cannot be met by any card asked about"
-        found.append(
-            Relief(limit="stock", text=text, price_per_hour=None if other is None else other.price_per_hour)
-        )
+        found.append(Relief(limit="stock", text=text, price_per_hour=None if other is None else other.price_per_hour))
     return found
 
 
-def next_best(
-    program: Program, limits: Limits, margins: Mapping[str, Margins], mix: Mix, count: int
-) -> list[Mix]:
+def next_best(program: Program, limits: Limits, margins: Mapping[str, Margins], mix: Mix, count: int) -> list[Mix]:
     """The ``count`` cheapest other mixes, none of which is just more cards than a cheaper one."""
     found: list[Mix] = []
     known = [mix.cards]
@@ -70,10 +67,10 @@ def _relaxations(program: Program, limits: Limits) -> Iterator[tuple[str, str, P
         text = f"without the budget of ${limits.budget_per_hour:g}/h"
         yield "budget", text, program, msgspec.structs.replace(limits, budget_per_hour=None)
     for name, cards in limits.stock.items():
-        more = {**limits.stock, name: 100_000}
+        more = {**limits.stock, name: _ENDLESS}
         yield "stock", f"with more {name} than {cards}", program, msgspec.structs.replace(limits, stock=more)
     for field, what in (("ttft_ms", "time to first token"), ("tpot_ms", "time per output token")):
-        looser = Program(_looser(program.demand, field), program.options)
+        looser = program.of(_looser(program.demand, field))
         yield "slo", f"with {_LOOSER - 1:.0%} more for {what}", looser, limits
 
 

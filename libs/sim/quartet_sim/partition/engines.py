@@ -35,7 +35,7 @@ VLLM: Final = EngineRules(
     ),
     notes=(
         "every stage gets as many KV blocks as the one with the fewest",
-        "several precisions are one compressed-tensors checkpoint whose groups name layers (recipe below)",
+        "several precisions are one compressed-tensors checkpoint whose groups name layers (the recipe)",
     ),
 )
 

@@ -1,0 +1,128 @@
+"""A capacity plan on a screen: the mix, how it was confirmed, what binds, and the next best."""
+
+from rich.console import Console
+from rich.table import Table
+
+from quartet_cli.console import table
+from quartet_cli.plans.capacity_answer import CapacityAnswer
+from quartet_sim.capacity.mix import Mix
+from quartet_sim.capacity.rounds import Round
+
+
+def show(console: Console, answer: CapacityAnswer) -> None:
+    """Print all of ``answer``."""
+    console.print(_demand(answer))
+    if answer.rounds:
+        console.print(_rounds(answer))
+        console.print(f"Ended: {answer.ended}.\n", soft_wrap=True)
+    if answer.mix is None:
+        console.print("No mix will do.", style="bold")
+        for relief in answer.obstacles:
+            price = "" if relief.price_per_hour is None else f": ${relief.price_per_hour:.2f}/h"
+            console.print(f"  {relief.text}{price}", soft_wrap=True)
+        return
+    console.print(_mix(answer, answer.mix))
+    console.print("What binds", style="bold")
+    for relief in answer.binding:
+        price = "" if relief.price_per_hour is None else f"${relief.price_per_hour:.2f}/h "
+        console.print(f"  {price}{relief.text}", soft_wrap=True)
+    if not answer.binding:
+        console.print(
+            "  nothing but the cards themselves: no stock, budget or target a quarter looser makes it cheaper"
+        )
+    if answer.alternatives:
+        console.print("\nNext best by the program (not simulated)", style="bold")
+        for mix in answer.alternatives:
+            console.print(f"  ${mix.price_per_hour:.2f}/h  {_cards(mix)}")
+
+
+def _demand(answer: CapacityAnswer) -> Table:
+    names = list(dict.fromkeys(name for kind in answer.kinds for name in kind.per_worker))
+    peaks = ", ".join(f"{model} x{peak:.2f}" for model, peak in answer.demand.peak_over_mean.items())
+    made = table(
+        f"{answer.demand.requests} requests in {answer.demand.span_s:.0f} s",
+        ("kind",),
+        ("mean/s", "peak/s", *(f"one worker/s\n{name}" for name in names)),
+        caption=f"peak over mean: {peaks}; one worker: at its largest batch within the targets; (late): share in time",
+    )
+    for kind in answer.kinds:
+        cells = [f"{kind.mean_per_s:.2f}", f"{kind.rate_per_s:.2f}"]
+        for name in names:
+            if name not in kind.per_worker:
+                cells.append("")
+                continue
+            within = kind.within[name]
+            late = "" if within == 1 else f" ({within:.0%})"
+            cells.append(f"{kind.per_worker[name]:.2f}{late}")
+        made.add_row(kind.name, *cells)
+    return made
+
+
+def _rounds(answer: CapacityAnswer) -> Table:
+    made = table(
+        f"Rounds: {answer.within:.0%} of each model's requests must be in time",
+        ("round", "cards"),
+        ("planned at", "$/h", "within SLO", "TTFT p90\nms", "TPOT p90\nms", "verdict"),
+    )
+    for each in answer.rounds:
+        outcome = each.outcome
+        made.add_row(
+            each.kind,
+            _cards(each.mix),
+            ", ".join(f"{share:.0%}" for share in each.utilisation.values()),
+            f"{each.mix.price_per_hour:.2f}",
+            f"{outcome.within_slo:.1%}",
+            f"{outcome.ttft_ms.p90:,.0f}",
+            f"{outcome.tpot_ms.p90:.1f}",
+            "passes" if each.passed else f"misses {', '.join(each.missed)}",
+        )
+    return made
+
+
+def _mix(answer: CapacityAnswer, mix: Mix) -> Table:
+    how = "confirmed by simulation" if answer.confirmed else "by the program alone, not simulated"
+    made = table(
+        f"Cheapest mix, {how}: ${mix.price_per_hour:.2f}/h, ${answer.usd_per_million:.3f} per million output tokens",
+        ("class", "model", "weights"),
+        ("workers", "cards", "$/h", "planned\nuse", "busy", "prefix\nhits", "kJ per M\ntokens"),
+    )
+    last = _passed(answer.rounds, mix)
+    for team in mix.teams:
+        option = team.option
+        figures = None
+        if last is not None:
+            figures = next(
+                (
+                    each
+                    for each in last.outcome.classes
+                    if (each.hardware, each.model) == (option.hardware, option.model)
+                ),
+                None,
+            )
+        cells = ["", "", ""]
+        if figures is not None:
+            tokens = figures.output_tokens / 1e6
+            cells = [
+                f"{figures.utilisation:.0%}",
+                f"{figures.hit_rate:.0%}",
+                f"{figures.energy_j / 1e3 / tokens:,.0f}" if tokens else "",
+            ]
+        made.add_row(
+            option.hardware,
+            option.model,
+            f"{option.precision}, TP {option.tp}",
+            str(team.count),
+            str(team.count * option.tp),
+            f"{team.count * option.price_per_hour:.2f}",
+            f"{team.used:.0%}",
+            *cells,
+        )
+    return made
+
+
+def _passed(rounds: list[Round], mix: Mix) -> Round | None:
+    return next((each for each in rounds if each.mix == mix), None)
+
+
+def _cards(mix: Mix) -> str:
+    return ", ".join(f"{count} {name}" for name, count in mix.cards.items())
