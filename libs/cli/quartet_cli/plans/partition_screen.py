@@ -141,5 +141,5 @@ def _units(run: list[Move]) -> str:
         numbers = [number for _, number in group]
         parts.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]))
     if parts:
-        names.insert(0, f"layers {', '.join(parts)}")
+        names.insert(0, f"layer{'s' if len(layers) > 1 else ''} {', '.join(parts)}")
     return " + ".join(names)

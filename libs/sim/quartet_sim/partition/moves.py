@@ -110,8 +110,7 @@ def move_plan(
     while pending:
         ready = [unit for unit, holding in pending.items() if ledger.has_room(holding)]
         if ready:
-            # The unit whose leaving helps the fullest card most; a parked one last, it is in nobody's way.
-            unit = max(ready, key=lambda each: 0 if each in parked else 1 + ledger.fullness(before[each].gpus))
+            unit = _next(ready, before, after, parked, moves, ledger)
             holding = pending.pop(unit)
             ledger.add(holding)
             if unit in parked:
@@ -138,6 +137,20 @@ def move_plan(
         peak_bytes=dict(ledger.peak),
         limit_bytes=dict(ledger.limit),
     )
+
+
+def _next(
+    ready: Sequence[Unit], before: Mapping[Unit, Holding], after: Mapping[Unit, Holding], parked: set[Unit],
+    moves: Sequence[Move], ledger: "_Ledger",
+) -> Unit:  # fmt: skip
+    """The unit that goes the way of the last one, so that a plan reads as few runs; else the one whose leaving helps
+    the fullest card most; a parked one last, it is in nobody's way."""
+    if moves:
+        last = moves[-1]
+        for unit in ready:
+            if unit not in parked and (last.source, last.target) == (before[unit].gpus, after[unit].gpus):
+                return unit
+    return max(ready, key=lambda each: 0.0 if each in parked else 1.0 + ledger.fullness(before[each].gpus))
 
 
 def _moves(old: Holding, new: Holding) -> bool:
