@@ -47,6 +47,17 @@ class PartFigures(Struct, frozen=True, kw_only=True):
     tpot_ms: Percentiles
 
 
+class Sample(Struct, frozen=True):
+    """One hardware class in the time up to ``at_s``, since the sample before: busy share of paid GPU time, share of busy
+    time spent on prefill, and sequences in its decode batches at that moment."""
+
+    at_s: float
+    hardware: str
+    utilisation: float
+    prefill_share: float
+    running: int
+
+
 class Outcome(Struct, frozen=True, kw_only=True):
     """One run. Rates are over ``span_s``: from 0 to the last arrival, or to the last end where arrivals wait for ends.
 
@@ -91,6 +102,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     by_slo: tuple[PartFigures, ...]
     by_model: tuple[PartFigures, ...]
     by_prompt: tuple[PartFigures, ...]
+    series: tuple[Sample, ...]
     log_hash: str
 
 

@@ -19,19 +19,21 @@ def simulate(
     seed: int = 0,
     settings: Settings | None = None,
     progress: Callable[[float], None] | None = None,
+    least_within: float = 0.0,
 ) -> Outcome:
     """Let ``requests`` pass over ``fleet`` and say how they fared.
 
     ``requests`` are in order of ``at_ms`` and carry their targets (``Request.slo``). ``policy`` is one of
     ``policies.POLICIES``. The ``seed`` is of the simulation alone (lost words, ties): what the requests are was decided
-    when they were made. ``progress`` is told the share of the time that has passed, now and then. Raises ``WrongFleet``,
+    when they were made. ``progress`` is told the share of the time that has passed, now and then. A run that can no longer reach ``least_within`` is
+    cut short; its figures then only say that much. Raises ``WrongFleet``,
     and ``UnknownPolicy`` for a policy that is none.
     """
     fleet.check(catalogue)
     if policy not in POLICIES:
         raise UnknownPolicy(policy, list(POLICIES))
     world = World(catalogue, fleet, requests, policy=policy, seed=seed, settings=settings or Settings())
-    world.run(progress)
+    world.run(progress, (1.0 - least_within) * len(requests) if least_within else float("inf"))
     return world.tally.outcome(
         world.sites,
         span_ms=world.span_ms,
@@ -43,5 +45,6 @@ def simulate(
         retries=world.carrier.retries,
         decisions=world.desk.decisions,
         events=world.timeline.events,
+        series=world.sampler.samples(world.span_ms),
         log_hash=world.timeline.log_hash(),
     )

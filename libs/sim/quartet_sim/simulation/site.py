@@ -101,6 +101,7 @@ class Site:
         self.busy_ms = 0.0
         self.prefill_busy_ms = 0.0
         self.peak_kv_share = 0.0
+        self._closed = False
         self.preemptions = 0
 
     def _engine(self) -> SkippingEngine:
@@ -167,7 +168,9 @@ class Site:
         self.since_ms = now_ms
 
     def count(self, now_ms: float) -> None:
-        """Add the engine's and the clock's time so far to what is paid for and what was busy."""
+        """Add the engine's and the clock's time so far to what is paid for and what was busy. Not after ``close``."""
+        if self._closed:
+            return
         busy_ms, prefill_ms = self.engine.busy_until(now_ms)
         self.busy_ms += busy_ms
         self.prefill_busy_ms += prefill_ms
@@ -175,3 +178,9 @@ class Site:
         self.engine.preemptions = 0
         self.paid_ms += now_ms - self.since_ms
         self.since_ms = now_ms
+
+    def close(self, now_ms: float) -> None:
+        """The span is over: what comes now is neither paid for nor counted."""
+        if self.alive:
+            self.count(now_ms)
+        self._closed = True

@@ -14,10 +14,10 @@ from quartet_core.catalogue import Catalogue, UnknownProfile
 GPUS_PER_NODE = 8
 
 _GROUP = re.compile(
-    r"(?P<count>\d+)x(?P<hardware>[A-Za-z0-9_]+)(?:x(?P<tp>\d+))?:(?P<model>[A-Za-z0-9_.-]+)"
+    r"(?P<count>\d+)(?:\.\.(?P<most>\d+))?x(?P<hardware>[A-Za-z0-9_]+?)(?:x(?P<tp>\d+))?:(?P<model>[A-Za-z0-9_.-]+)"
     r"(?:/(?P<precision>[a-z0-9]+))?(?:@(?P<role>both|prefill|decode))?"
 )
-_GRAMMAR = "COUNTxCLASS[xTP]:MODEL[/PRECISION][@ROLE], e.g. 4xH100_SXM5:llama-3.1-8b/fp8 or 2xL40S_PCIEx4:llama-3.1-70b"
+_GRAMMAR = "COUNT[..MOST]xCLASS[xTP]:MODEL[/PRECISION][@ROLE], e.g. 4xH100_SXM5:llama-3.1-8b/fp8 or 2xL40S_PCIEx4:llama-3.1-70b"
 
 
 class WrongFleet(ValueError):
@@ -27,6 +27,9 @@ class WrongFleet(ValueError):
         super().__init__(f"fleet: {what}; {allowed}")
         self.what = what
         self.allowed = allowed
+
+    def __reduce__(self) -> tuple[type["WrongFleet"], tuple[str, str]]:
+        return type(self), (self.what, self.allowed)  # it may be raised in another process
 
 
 class Group(Struct, frozen=True, kw_only=True):
@@ -87,9 +90,9 @@ class FleetSpec(Struct, frozen=True):
 
 
 def parse_fleet(text: str) -> FleetSpec:
-    """The fleet that ``text`` names: groups ``COUNTxCLASS[xTP]:MODEL[/PRECISION][@ROLE]`` with commas between.
+    """The fleet that ``text`` names: groups ``COUNT[..MOST]xCLASS[xTP]:MODEL[/PRECISION][@ROLE]``, commas between.
 
-    Precision is fp8 unless given. Raises ``WrongFleet``.
+    Precision is fp8 unless given. With ``MOST``, autoscaling keeps the group between the two. Raises ``WrongFleet``.
     """
     groups = []
     for part in text.split(","):
@@ -104,6 +107,7 @@ def parse_fleet(text: str) -> FleetSpec:
                 precision=found["precision"] or "fp8",
                 tp=int(found["tp"] or 1),
                 count=int(found["count"]),
+                most=int(found["most"]) if found["most"] else None,
                 role="prefill" if role == "prefill" else "decode" if role == "decode" else "both",
             )
         )

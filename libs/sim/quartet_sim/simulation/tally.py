@@ -4,11 +4,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from quartet_sim.simulation.figures import ClassFigures, Outcome, PartFigures, Percentiles, percentiles
+from quartet_sim.simulation.figures import ClassFigures, Outcome, PartFigures, Sample, percentiles
 from quartet_sim.simulation.flight import Flight
 from quartet_sim.simulation.site import Site
 
-BUCKETS: Final = (("under 1k", 1024), ("1k to 4k", 4096), ("4k to 16k", 16384), ("16k to 64k", 65536), ("over 64k", 1 << 62))
+BUCKETS: Final = (
+    ("under 1k", 1 << 10), ("1k to 4k", 1 << 12), ("4k to 16k", 1 << 14), ("16k to 64k", 1 << 16), ("over 64k", 1 << 62),
+)  # fmt: skip
 """Prompt lengths, in tokens below the bound."""
 
 
@@ -99,13 +101,18 @@ class Tally:
                 served.requests += 1
                 served.output_tokens += request.output_tokens
 
+    @property
+    def misses(self) -> int:
+        """Requests that ended without meeting both targets."""
+        return self._all.requests - self._all.good
+
     def within_slo(self) -> float:
         """The share of requests so far that met both targets."""
         return self._all.good / self._all.requests if self._all.requests else 0.0
 
     def outcome(
         self, sites: Sequence[Site], *, span_ms: float, policy: str, seed: int, held: int, splits: int, fetches: int,
-        retries: int, decisions: int, events: int, log_hash: str,
+        retries: int, decisions: int, events: int, series: Sequence[Sample], log_hash: str,
     ) -> Outcome:  # fmt: skip
         """All figures. Sites' times are as of the span's end."""
         span_s = max(span_ms, 1.0) / 1e3
@@ -157,6 +164,7 @@ class Tally:
             by_slo=_named(self._by_slo),
             by_model=_named(self._by_model),
             by_prompt=tuple(self._by_prompt[name].figures(name) for name, _ in BUCKETS if name in self._by_prompt),
+            series=tuple(series),
             log_hash=log_hash,
         )
 
@@ -188,6 +196,3 @@ class Tally:
 
 def _named(parts: dict[str, _Part]) -> tuple[PartFigures, ...]:
     return tuple(parts[name].figures(name) for name in sorted(parts))
-
-
-__all__ = ["BUCKETS", "Percentiles", "Tally"]

@@ -10,6 +10,7 @@ from quartet_sim.simulation.carrier import Carrier
 from quartet_sim.simulation.desk import Desk
 from quartet_sim.simulation.flight import Flight
 from quartet_sim.simulation.policies import POLICIES
+from quartet_sim.simulation.sampler import Sampler
 from quartet_sim.simulation.scaling import Scaling
 from quartet_sim.simulation.site import Site
 from quartet_sim.simulation.spec import GPUS_PER_NODE, Failure, FleetSpec, Group, Request, Settings, span_ms
@@ -80,9 +81,13 @@ class World:
         if settings.autoscale is not None:
             self._scaling = Scaling(self, fleet, settings.autoscale)
         self.timeline.later(_TEND_MS, self._tend)
+        self.sampler = Sampler(self.timeline, self.sites)
 
-    def run(self, progress: Callable[[float], None] | None = None) -> None:
-        """Let everything happen. ``progress`` is told the share of the span that has passed, now and then."""
+    def run(self, progress: Callable[[float], None] | None = None, most_misses: float = float("inf")) -> None:
+        """Let everything happen. ``progress`` is told the share of the span that has passed, now and then.
+
+        With more than ``most_misses`` requests outside their targets it is cut short: the rest are unfinished.
+        """
         timeline = self.timeline
         self._arrive_next()
         # Where arrivals wait for ends, the span is as long as it takes.
@@ -92,10 +97,10 @@ class World:
         steps = 0
         while self.open or self._thinking or self._next < len(self._leaders):
             at_ms = timeline.next_ms()
-            if at_ms is None or at_ms > deadline_ms:
+            if at_ms is None or at_ms > deadline_ms or self.tally.misses > most_misses:
                 break
             if not counted and at_ms > self.span_ms:
-                self._count(self.span_ms)
+                self._close(self.span_ms)
                 counted = True
             timeline.step()
             steps += 1
@@ -104,14 +109,13 @@ class World:
         if follows:
             self.span_ms = timeline.now_ms
         if follows or not counted:
-            self._count(self.span_ms)
+            self._close(self.span_ms)
         for flight in list(self.open.values()):
             self._over(flight, "unfinished")
 
-    def _count(self, now_ms: float) -> None:
+    def _close(self, now_ms: float) -> None:
         for site in self.sites:
-            if site.alive:
-                site.count(now_ms)
+            site.close(now_ms)
 
     # The fleet
 
