@@ -2,8 +2,8 @@
 
 A worker that decodes full batches spends on a request its prefill, and for each token of the answer one batch's share
 of a step. The batch is the largest that keeps the target for time per token, prefill in between counted, and fits the
-KV memory. Time to first token counts as kept when an idle worker's prefill takes ``Margins.ttft_share`` of it at most:
-queues are the simulator's to judge.
+KV memory; where prefills alone break that target, the worker must be left idle between them. Time to first token counts
+as kept when an idle worker's prefill takes ``Margins.ttft_share`` of it at most: queues are the simulator's to judge.
 """
 
 from collections.abc import Sequence
@@ -126,16 +126,21 @@ def carried(option: Option, profile: Profile, kind: Kind, margins: Margins) -> C
             f"an idle worker prefills in {prefill_ms:,.0f} ms on average and {max(prefills):,.0f} at most; "
             f"{margins.ttft_share:.0%} of the target are {kind.slo.ttft_ms * margins.ttft_share:,.0f} ms"
         )
-    if not low:
+    seconds = (prefill_ms + output * profile.step_ms_at(batch, context) / batch) / 1e3
+    idle_share = 1 - profile.step_ms_at(1, context) / kind.slo.tpot_ms
+    if idle_share <= 0:
         within = 0.0
-        late = f"even alone a token takes {step_ms(1):.1f} ms, the target is {kind.slo.tpot_ms:g}"
+        late = f"even alone a token takes {profile.step_ms_at(1, context):.1f} ms, the target is {kind.slo.tpot_ms:g}"
+    elif not low:
+        # A full worker would prefill too much between two tokens: it may spend no more than this share on it.
+        seconds = min(margins.utilisation, _MOST_BUSY) * prefill_ms / idle_share / 1e3
     if by_kv < 1:
         within = 0.0
         late = f"{prompt + output:,.0f} tokens of KV do not fit the {option.kv_tokens:,} that a worker has"
     held_by = "time per token" if low < most else "KV memory" if most == by_kv else "the engine's batch limit"
     residence_ms = prefill_ms + output * step_ms(batch)
     return Carried(
-        seconds=(prefill_ms + output * profile.step_ms_at(batch, context) / batch) / 1e3,
+        seconds=seconds,
         kv_token_seconds=(prompt + output) * residence_ms / 1e3,
         within=within,
         batch=batch,
