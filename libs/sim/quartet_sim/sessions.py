@@ -145,9 +145,7 @@ def _requests(
     for row in rows:
         at_s = start_s + row.t
         if row.requests:
-            yield from _requests(
-                session, at_s, row.tool_tokens, row.system_tokens, row.requests, ids, numbers, follows
-            )
+            yield from _requests(session, at_s, row.tool_tokens, row.system_tokens, row.requests, ids, numbers, follows)
             continue
         local = row.hash_ids
         shared = min(of_both, len(local)) if local and local[0] == first_block else 0

@@ -135,7 +135,9 @@ def _azure(lines: list[bytes], where: str) -> list[TraceRequest]:
             # The seventh digit, 100 ns, is more than datetime holds.
             rows.append((datetime.fromisoformat(stamp[:26]), int(prompt), int(output)))
         except ValueError as error:
-            raise WrongTrace(f"{where}, line {line}", f"{error}; a row is stamp, prompt tokens, output tokens") from None
+            raise WrongTrace(
+                f"{where}, line {line}", f"{error}; a row is stamp, prompt tokens, output tokens"
+            ) from None
         if rows[-1][1] < 1 or rows[-1][2] < 0:
             raise WrongTrace(f"{where}, line {line}", "a prompt has at least 1 token, an answer at least 0")
     if not rows:

@@ -22,11 +22,12 @@ from quartet_cli.console import console
 from quartet_cli.errors import CommandFailed
 from quartet_cli.simulation import asked, report, tables
 from quartet_cli.simulation.asked import Asked
-from quartet_core.catalogue import Catalogue
+from quartet_core.catalogue import Catalogue, builtin
 from quartet_sim.simulation import compare, knee, studies, validation
 from quartet_sim.simulation.compare import Case
 from quartet_sim.simulation.figures import Outcome
 from quartet_sim.simulation.spec import WrongFleet
+from quartet_sim.simulation.workload import Workload
 from quartet_sim.traces import WrongTrace
 
 if TYPE_CHECKING:
@@ -59,14 +60,33 @@ def add_to(commands: "Commands") -> None:
     parser.add_argument("--policy", default="all", metavar="NAMES", help="policies with commas between, or all [all]")
     parser.add_argument("--seeds", default="0,1,2", metavar="NUMBERS", help="one run each [0,1,2]")
     parser.add_argument("--knee", metavar="PERCENTS", help="find the highest rate that keeps the SLO: e.g. 90,97")
-    parser.add_argument("--set", action="append", metavar="KEY=VALUE", default=[], help="change a setting of the control plane")
-    parser.add_argument("--fail", action="append", metavar="WORKER@AT_S+FOR_S", default=[], help="a worker dies and comes back")
-    parser.add_argument("--autoscale", type=float, metavar="N", help="keep about N requests per worker, within COUNT..MOST")
-    parser.add_argument("--config", type=Path, action="append", metavar="FILE", default=[], help="hardware and profiles of a quartet.toml")
-    parser.add_argument("--jobs", type=options.positive, default=os.cpu_count() or 1, metavar="N", help="processes [all cores]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there; - is standard output, without tables")
+    parser.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", default=[], help="change a setting of the control plane"
+    )
+    parser.add_argument(
+        "--fail", action="append", metavar="WORKER@AT_S+FOR_S", default=[], help="a worker dies and comes back"
+    )
+    parser.add_argument(
+        "--autoscale", type=float, metavar="N", help="keep about N requests per worker, within COUNT..MOST"
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        default=[],
+        help="hardware and profiles of a quartet.toml",
+    )
+    parser.add_argument(
+        "--jobs", type=options.positive, default=os.cpu_count() or 1, metavar="N", help="processes [all cores]"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures there; - is standard output, without tables"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots there")
-    parser.add_argument("--validate", action="store_true", help="compare the engine with measured serving, and print the errors")
+    parser.add_argument(
+        "--validate", action="store_true", help="compare the engine with measured serving, and print the errors"
+    )
     parser.add_argument(
         "--study", metavar="NAME", help=f"print a study's tables as Markdown: {', '.join(studies.STUDIES)}, or all"
     )
@@ -113,7 +133,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         for policy in wanted.policies
         for seed in wanted.seeds
     ]  # fmt: skip
-    wanted.fleet.check(catalogue or configured.builtin())
+    wanted.fleet.check(catalogue or builtin())
     with _progress() as told:
         outcomes = compare.run_all(cases, arguments.jobs, lambda case, _: told(len(cases), case.policy), catalogue)
     groups: dict[str, list[Outcome]] = {}
@@ -180,7 +200,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     return Asked(
         fleet=fleet,
         fleet_text=asked.FLEETS.get(arguments.fleet, arguments.fleet),
-        workload=compare.Workload(parts=parts, slos=slos),
+        workload=Workload(parts=parts, slos=slos),
         policies=asked.policies(arguments.policy),
         seeds=seeds,
         settings=asked.settings(arguments.set, arguments.fail, arguments.autoscale),

@@ -76,7 +76,18 @@ def _show_classes(console: Console, groups: Mapping[str, Sequence[Outcome]]) -> 
     made = table(
         "Hardware classes",
         ("policy", "class", "model"),
-        ("GPUs", "busy %", "of it prefill %", "requests", "output tokens", "hit %", "peak KV %", "preempted", "$", "kJ"),
+        (
+            "GPUs",
+            "busy %",
+            "of it prefill %",
+            "requests",
+            "output tokens",
+            "hit %",
+            "peak KV %",
+            "preempted",
+            "$",
+            "kJ",
+        ),
     )
     for policy, outcomes in groups.items():
         for place, first in enumerate(outcomes[0].classes):

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Final
 
-from quartet_core.links import LINK_CLASSES
 from quartet_core.linkbook import LinkBook, PricedLink
+from quartet_core.links import LINK_CLASSES
 from quartet_core.plan import Plan
 from quartet_core.routing import Routing
 from quartet_sim.simulation.engine import IDLE

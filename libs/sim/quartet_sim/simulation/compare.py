@@ -16,7 +16,6 @@ from quartet_sim.simulation.run import simulate
 from quartet_sim.simulation.spec import FleetSpec, Request, Settings
 from quartet_sim.simulation.workload import Workload, requests
 
-
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
 
@@ -54,7 +53,10 @@ def run(case: Case, catalogue: Catalogue | None = None, *, least_within: float =
 
 
 def run_all(
-    cases: Sequence[Case], jobs: int, done: Callable[[Case, Outcome], None] | None = None, catalogue: Catalogue | None = None
+    cases: Sequence[Case],
+    jobs: int,
+    done: Callable[[Case, Outcome], None] | None = None,
+    catalogue: Catalogue | None = None,
 ) -> list[Outcome]:
     """The outcomes of ``cases``, in their order, on ``jobs`` processes. ``done`` is told of each as it comes."""
     found: list[Outcome | None] = [None] * len(cases)

@@ -1,6 +1,6 @@
 """One request in a simulation, from its arrival to its end."""
 
-from typing import NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quartet_core.ledger import Key
 from quartet_core.plan import Ask
@@ -55,5 +55,3 @@ class Flight:
         """The key of this request's entry on a worker."""
         tenant, number, attempt = self.key
         return tenant, number, attempt, worker, incarnation
-
-

@@ -47,6 +47,7 @@ class Lanes:
         kind = best_path(source, target)
         known = LINK_CLASSES[kind]
         top = min(known.gb_per_s, ceiling_gb_per_s(kind, source, target))
+        passes: tuple[tuple[tuple[str, str], float], ...]
         if source.node == target.node:
             passes = (
                 (("out", source_id), source.gpus * source.gpu_gb_per_s),

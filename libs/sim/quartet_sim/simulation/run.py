@@ -34,17 +34,4 @@ def simulate(
         raise UnknownPolicy(policy, list(POLICIES))
     world = World(catalogue, fleet, requests, policy=policy, seed=seed, settings=settings or Settings())
     world.run(progress, (1.0 - least_within) * len(requests) if least_within else float("inf"))
-    return world.tally.outcome(
-        world.sites,
-        span_ms=world.span_ms,
-        policy=policy,
-        seed=seed,
-        held=world.desk.held,
-        splits=world.carrier.splits,
-        fetches=world.carrier.fetches,
-        retries=world.carrier.retries,
-        decisions=world.desk.decisions,
-        events=world.timeline.events,
-        series=world.sampler.samples(world.span_ms),
-        log_hash=world.timeline.log_hash(),
-    )
+    return world.outcome(policy, seed)

@@ -59,9 +59,7 @@ class Scaling:
         self._coming[number] += 1
         self._started += 1
         node = f"{group.hardware.lower()}-{number}-more-{self._started}"
-        self._world.timeline.later(
-            self._rule.cold_start_ms, self._up, number, group, node, self._world.timeline.now_ms
-        )
+        self._world.timeline.later(self._rule.cold_start_ms, self._up, number, group, node, self._world.timeline.now_ms)
 
     def _up(self, number: int, group: Group, node: str, since_ms: float) -> None:
         self._coming[number] -= 1

@@ -120,9 +120,7 @@ class Tally:
         classes = tuple(self._classes(sites))
         usd = sum(figures.usd for figures in classes)
         energy_j = sum(figures.energy_j for figures in classes)
-        busy_usd = sum(
-            site.busy_ms / 3.6e6 * site.gpus * site.hardware.price_per_hour for site in sites
-        )
+        busy_usd = sum(site.busy_ms / 3.6e6 * site.gpus * site.hardware.price_per_hour for site in sites)
         count = self._outcomes.get
 
         def per_million(amount: float, tokens: int) -> float:

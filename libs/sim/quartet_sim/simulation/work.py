@@ -30,9 +30,27 @@ class Work:
     """
 
     __slots__ = (
-        "cached_tokens", "computed", "finish_step", "flight", "generated", "goal", "join_step", "key", "kind", "kept",
-        "kept_behind", "number", "order", "output_tokens", "prompt_tokens", "queued_ms", "queued_tokens", "shared", "stage",
-        "unit_tokens", "units",
+        "cached_tokens",
+        "computed",
+        "finish_step",
+        "flight",
+        "generated",
+        "goal",
+        "join_step",
+        "kept",
+        "kept_behind",
+        "key",
+        "kind",
+        "number",
+        "order",
+        "output_tokens",
+        "prompt_tokens",
+        "queued_ms",
+        "queued_tokens",
+        "shared",
+        "stage",
+        "unit_tokens",
+        "units",
     )  # fmt: skip
 
     def __init__(

@@ -132,7 +132,8 @@ def requests(workload: Workload, seed: int) -> list[Request]:
 def _raw(part: Part, place: int, seed: int) -> Iterable[_Raw]:
     if part.length_s <= 0 or part.speed <= 0 or part.rate_per_s < 0:
         raise WrongTrace(
-            part.trace, f"length {part.length_s:g} s, speed {part.speed:g}, rate {part.rate_per_s:g}/s; all are positive"
+            part.trace,
+            f"length {part.length_s:g} s, speed {part.speed:g}, rate {part.rate_per_s:g}/s; all are positive",
         )
     kind, _, rest = part.trace.partition(":")
     if kind == "servegen":

@@ -8,6 +8,7 @@ from quartet_core.linkbook import LinkBook
 from quartet_core.routing import Routing
 from quartet_sim.simulation.carrier import Carrier
 from quartet_sim.simulation.desk import Desk
+from quartet_sim.simulation.figures import Outcome
 from quartet_sim.simulation.flight import Flight
 from quartet_sim.simulation.policies import POLICIES
 from quartet_sim.simulation.sampler import Sampler
@@ -39,7 +40,7 @@ class World:
         self._catalogue = catalogue
         self._site_of: dict[str, Site] = {}
         self._nodes: dict[str, list[Site]] = {}
-        self._fabrics = {settings.link: settings.nic_gb_per_s}
+        self._fabrics: dict[str, float] = {settings.link: settings.nic_gb_per_s}
         self._leaders = [request for request in requests if request.follows < 0]
         self._next = 0
         self._thinking = 0  # requests that will follow one that has ended
@@ -112,6 +113,23 @@ class World:
             self._close(self.span_ms)
         for flight in list(self.open.values()):
             self._over(flight, "unfinished")
+
+    def outcome(self, policy: str, seed: int) -> Outcome:
+        """All figures of the run, once it is over."""
+        return self.tally.outcome(
+            self.sites,
+            span_ms=self.span_ms,
+            policy=policy,
+            seed=seed,
+            held=self.desk.held,
+            splits=self.carrier.splits,
+            fetches=self.carrier.fetches,
+            retries=self.carrier.retries,
+            decisions=self.desk.decisions,
+            events=self.timeline.events,
+            series=self.sampler.samples(self.span_ms),
+            log_hash=self.timeline.log_hash(),
+        )
 
     def _close(self, now_ms: float) -> None:
         for site in self.sites:
