@@ -59,6 +59,7 @@ class SkippingEngine:
         self._step = 0
         # The stretch under way: ``steps`` iterations from ``start_ms`` on, the last one's end at ``next_ms``.
         self._steps = 0
+        self._claimed = 0  # blocks taken beforehand for the steps after its first
         self._start_ms = 0.0
         self._batch = 0
         self._pace: Pace | None = None
@@ -113,6 +114,7 @@ class SkippingEngine:
         work.order = self._orders
         self._orders += 1
         if work.kind == "lend":
+            self._claim()
             self.pool.pin(work, self.pool.match(work, work.prompt_tokens))
             self._lending.append(work)
         elif work.kind == "decode":
@@ -129,6 +131,7 @@ class SkippingEngine:
     def reserve(self, work: Work, tokens: int) -> bool:
         """Blocks for ``tokens`` tokens that a transfer will bring for ``work``; False when there are not as many."""
         blocks = -(-tokens // self._block_tokens)
+        self._claim()
         if blocks > self.pool.available:
             return False
         self.pool.own(blocks)
@@ -187,6 +190,13 @@ class SkippingEngine:
             if steps < self._steps:
                 self._steps = steps
                 self.next_ms = self._start_ms + self._pace.ms(steps)
+
+    def _claim(self) -> None:
+        """Take now what the stretch under way was planned to take by its end: somebody else is about to take blocks."""
+        if self._steps > 1:
+            needed = self._needed(self._steps)
+            self.pool.own(needed - self._claimed)
+            self._claimed = needed
 
     # Planning
 
@@ -350,8 +360,12 @@ class SkippingEngine:
         self.prefill_busy_ms += self._prefill_ms
         self._steps = 0
         if self._batch:
-            if steps > 1:
-                self.pool.own(self._needed(steps))
+            more = self._needed(steps) - self._claimed
+            self._claimed = 0
+            if more > 0:
+                self.pool.own(more)
+            else:
+                self.pool.free -= more  # the stretch was cut short
             self._step += steps
             self._context_tokens += steps * self._batch
             if self._cancelled:
