@@ -1,4 +1,4 @@
-"""Transfers take blocks in the middle of a stretch of decode steps: what the stretch was planned to take stays its own."""
+"""Transfers take blocks in the middle of a stretch of decode steps: what it was planned to take stays its own."""
 
 import pytest
 from hypothesis import given, settings

@@ -116,11 +116,8 @@ def _work(catalogue: Catalogue, options: list[Option]) -> Callable[[str, Sample]
 
 
 def _line(made: Round) -> str:
-    cards = ", ".join(f"{count} {name}" for name, count in made.mix.cards.items())
     verdict = "in time enough" if made.passed else f"too few in time: {', '.join(made.missed)}"
-    return (
-        f"{made.kind}: {cards}, ${made.mix.price_per_hour:.2f}/h: {made.outcome.within_slo:.1%} within SLO, {verdict}"
-    )
+    return f"{made.kind}: {made.mix.text}, ${made.mix.price_per_hour:.2f}/h: {made.outcome.within_slo:.1%} within SLO, {verdict}"
 
 
 def _kinds(program: Program, margins: dict[str, Margins]) -> list[KindLine]:

@@ -1,5 +1,7 @@
 """A capacity plan on a screen: the mix, how it was confirmed, what binds, and the next best."""
 
+from collections import Counter
+
 from rich.console import Console
 from rich.table import Table
 
@@ -30,10 +32,12 @@ def show(console: Console, answer: CapacityAnswer) -> None:
         console.print(
             "  nothing but the cards themselves: no stock, budget or target a quarter looser makes it cheaper"
         )
+    for line in _held_by(answer, answer.mix):
+        console.print(f"  {line}", soft_wrap=True)
     if answer.alternatives:
         console.print("\nNext best by the program (not simulated)", style="bold")
         for mix in answer.alternatives:
-            console.print(f"  ${mix.price_per_hour:.2f}/h  {_cards(mix)}")
+            console.print(f"  ${mix.price_per_hour:.2f}/h  {mix.text}")
 
 
 def _demand(answer: CapacityAnswer) -> Table:
@@ -61,14 +65,14 @@ def _demand(answer: CapacityAnswer) -> Table:
 def _rounds(answer: CapacityAnswer) -> Table:
     made = table(
         f"Rounds: {answer.within:.0%} of each model's requests must be in time",
-        ("round", "cards"),
+        ("round", "workers"),
         ("planned at", "$/h", "within SLO", "TTFT p90\nms", "TPOT p90\nms", "verdict"),
     )
     for each in answer.rounds:
         outcome = each.outcome
         made.add_row(
             each.kind,
-            _cards(each.mix),
+            each.mix.text,
             ", ".join(f"{share:.0%}" for share in each.utilisation.values()),
             f"{each.mix.price_per_hour:.2f}",
             f"{outcome.within_slo:.1%}",
@@ -124,5 +128,11 @@ def _passed(rounds: list[Round], mix: Mix) -> Round | None:
     return next((each for each in rounds if each.mix == mix), None)
 
 
-def _cards(mix: Mix) -> str:
-    return ", ".join(f"{count} {name}" for name, count in mix.cards.items())
+def _held_by(answer: CapacityAnswer, mix: Mix) -> list[str]:
+    """What keeps decode batches from being larger, on each option of the mix."""
+    lines: list[str] = []
+    for name in dict.fromkeys(team.option.name for team in mix.teams):
+        reasons = Counter(kind.held_by[name].split(": ")[1] for kind in answer.kinds if name in kind.held_by)
+        told = ", ".join(f"{reason} ({count} kinds)" for reason, count in reasons.most_common())
+        lines.append(f"decode batches on {name} are held by {told}")
+    return lines

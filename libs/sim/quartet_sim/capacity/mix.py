@@ -18,8 +18,9 @@ from quartet_sim.capacity.carrying import Carried, Margins, Option, carried
 from quartet_sim.capacity.demand import Demand
 
 _TIME_LIMIT_S = 60.0
-_PREFER_FEWER = 1e-6
-"""Of two mixes for one price the one with fewer workers is taken."""
+_PREFER_FEWER = 1e-5
+"""USD per hour of a worker, and of each second of work a second: of mixes for one price, the one with fewer workers and
+the less to do is taken."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -46,6 +47,11 @@ class Mix(Struct, frozen=True, kw_only=True):
 
     teams: tuple[Team, ...]
     price_per_hour: float
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return ", ".join(f"{team.count} {team.option.name}" for team in self.teams)
 
     @property
     def cards(self) -> dict[str, int]:
@@ -130,6 +136,8 @@ class _Solving:
         for o, option in enumerate(self._options):
             cost[o] = option.price_per_hour + _PREFER_FEWER
             integral[o] = 1
+        for (k, o), each in self._table.items():
+            cost[self._shares[k, o]] = _PREFER_FEWER * self._demand.kinds[k].rate_per_s * each.seconds
         upper = np.ones(self._columns)
         for o, option in enumerate(self._options):
             upper[o] = self._limits.stock.get(option.hardware, 0) // option.tp
