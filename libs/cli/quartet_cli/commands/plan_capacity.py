@@ -37,7 +37,7 @@ def add_to(commands: "Commands") -> None:
     )  # fmt: skip
     parser.add_argument(
         "--slo", action="append", metavar="SLO", default=[],
-        help="interactive (2 s, 50 ms), relaxed (10 s, 150 ms), NAME:TTFT_MS:TPOT_MS[:SHARE]; may be given again [both]",
+        help="interactive (2 s, 50 ms), relaxed (10 s, 150 ms) or NAME:TTFT_MS:TPOT_MS[:SHARE]; may be repeated [both]",
     )  # fmt: skip
     parser.add_argument(
         "--stock", required=True, metavar="CLASS=CARDS,...", help="what can be had, e.g. H100_SXM5=8,L40S_PCIE=24"

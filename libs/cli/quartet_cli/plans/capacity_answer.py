@@ -31,8 +31,8 @@ class Wish(Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class KindLine(Struct, frozen=True, kw_only=True):
-    """One kind of request, and what one worker of each option takes of it, in requests per second at its best batch."""
+class BucketLine(Struct, frozen=True, kw_only=True):
+    """One bucket, and what one worker of each option takes of it, in requests per second at its best batch."""
 
     name: str
     rate_per_s: float
@@ -51,7 +51,7 @@ class CapacityAnswer(Struct, frozen=True, kw_only=True):
     mix: Mix | None
     confirmed: bool
     demand: Demand
-    kinds: list[KindLine]
+    buckets: list[BucketLine]
     rounds: list[Round]
     ended: str
     within: float
@@ -98,7 +98,7 @@ def answer(wish: Wish, told: Callable[[str], None]) -> CapacityAnswer:
         mix=mix,
         confirmed=found.best is not None,
         demand=_without_samples(demand),
-        kinds=_kinds(program, last),
+        buckets=_buckets(program, last),
         rounds=list(found.rounds),
         ended=found.ended,
         within=wish.within,
@@ -117,19 +117,20 @@ def _work(catalogue: Catalogue, options: list[Option]) -> Callable[[str, Sample]
 
 def _line(made: Round) -> str:
     verdict = "in time enough" if made.passed else f"too few in time: {', '.join(made.missed)}"
-    return f"{made.kind}: {made.mix.text}, ${made.mix.price_per_hour:.2f}/h: {made.outcome.within_slo:.1%} within SLO, {verdict}"
+    price = f"${made.mix.price_per_hour:.2f}/h"
+    return f"{made.kind}: {made.mix.text}, {price}: {made.outcome.within_slo:.1%} within SLO, {verdict}"
 
 
-def _kinds(program: Program, margins: dict[str, Margins]) -> list[KindLine]:
-    lines: list[KindLine] = []
+def _buckets(program: Program, margins: dict[str, Margins]) -> list[BucketLine]:
+    lines: list[BucketLine] = []
     table = program.table(margins)
-    for k, kind in enumerate(program.demand.kinds):
+    for k, bucket in enumerate(program.demand.buckets):
         of = {program.options[o].name: each for (other, o), each in table.items() if other == k}
         lines.append(
-            KindLine(
-                name=kind.name,
-                rate_per_s=kind.rate_per_s,
-                mean_per_s=kind.mean_per_s,
+            BucketLine(
+                name=bucket.name,
+                rate_per_s=bucket.rate_per_s,
+                mean_per_s=bucket.mean_per_s,
                 per_worker={name: 1 / each.seconds for name, each in of.items()},
                 held_by={name: f"batch {each.batch}: {each.held_by}" for name, each in of.items()},
                 within={name: each.within for name, each in of.items()},
@@ -141,5 +142,5 @@ def _kinds(program: Program, margins: dict[str, Margins]) -> list[KindLine]:
 def _without_samples(demand: Demand) -> Demand:
     """JSON of single requests would be as long as the trace."""
     return msgspec.structs.replace(
-        demand, kinds=tuple(msgspec.structs.replace(kind, samples=()) for kind in demand.kinds)
+        demand, buckets=tuple(msgspec.structs.replace(bucket, samples=()) for bucket in demand.buckets)
     )

@@ -30,7 +30,7 @@ def show(console: Console, answer: CapacityAnswer) -> None:
         console.print(f"  {price}{relief.text}", soft_wrap=True)
     if not answer.binding:
         console.print(
-            "  nothing but the cards themselves: no stock, budget or target a quarter looser makes it cheaper"
+            "  the cards themselves: without stock and budget, or with targets a quarter looser, it is no cheaper"
         )
     for line in _held_by(answer, answer.mix):
         console.print(f"  {line}", soft_wrap=True)
@@ -41,24 +41,24 @@ def show(console: Console, answer: CapacityAnswer) -> None:
 
 
 def _demand(answer: CapacityAnswer) -> Table:
-    names = list(dict.fromkeys(name for kind in answer.kinds for name in kind.per_worker))
+    names = list(dict.fromkeys(name for bucket in answer.buckets for name in bucket.per_worker))
     peaks = ", ".join(f"{model} x{peak:.2f}" for model, peak in answer.demand.peak_over_mean.items())
     made = table(
         f"{answer.demand.requests} requests in {answer.demand.span_s:.0f} s",
-        ("kind",),
+        ("bucket",),
         ("mean/s", "peak/s", *(f"one worker/s\n{name}" for name in names)),
         caption=f"peak over mean: {peaks}; one worker: at its largest batch within the targets; (late): share in time",
     )
-    for kind in answer.kinds:
-        cells = [f"{kind.mean_per_s:.2f}", f"{kind.rate_per_s:.2f}"]
+    for bucket in answer.buckets:
+        cells = [f"{bucket.mean_per_s:.2f}", f"{bucket.rate_per_s:.2f}"]
         for name in names:
-            if name not in kind.per_worker:
+            if name not in bucket.per_worker:
                 cells.append("")
                 continue
-            within = kind.within[name]
+            within = bucket.within[name]
             late = "" if within == 1 else f" ({within:.0%})"
-            cells.append(f"{kind.per_worker[name]:.2f}{late}")
-        made.add_row(kind.name, *cells)
+            cells.append(f"{bucket.per_worker[name]:.2f}{late}")
+        made.add_row(bucket.name, *cells)
     return made
 
 
@@ -132,7 +132,7 @@ def _held_by(answer: CapacityAnswer, mix: Mix) -> list[str]:
     """What keeps decode batches from being larger, on each option of the mix."""
     lines: list[str] = []
     for name in dict.fromkeys(team.option.name for team in mix.teams):
-        reasons = Counter(kind.held_by[name].split(": ")[1] for kind in answer.kinds if name in kind.held_by)
-        told = ", ".join(f"{reason} ({count} kinds)" for reason, count in reasons.most_common())
+        reasons = Counter(bucket.held_by[name].split(": ")[1] for bucket in answer.buckets if name in bucket.held_by)
+        told = ", ".join(f"{reason} ({count} buckets)" for reason, count in reasons.most_common())
         lines.append(f"decode batches on {name} are held by {told}")
     return lines

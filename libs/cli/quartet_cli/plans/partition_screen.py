@@ -104,7 +104,7 @@ def _show_moves(console: Console, plan: MovePlan, current: Placement, found: Pla
         first = run[0]
         made.add_row(
             f"{number}. {first.kind}",
-            _units(run),
+            _pieces(run),
             ", ".join(first.source) or "host memory",
             ", ".join(first.target) or "host memory",
             first.precision,
@@ -116,8 +116,8 @@ def _show_moves(console: Console, plan: MovePlan, current: Placement, found: Pla
     console.print(made)
     fullest, peak = max(plan.peak_bytes.items(), key=lambda item: item[1] / plan.limit_bytes[item[0]])
     console.print(
-        f"{plan.stays} units stay; {plan.sent_bytes / 1e9:.1f} GB over links, {plan.store_bytes / 1e9:.1f} GB from the "
-        f"store, {plan.ms / 1e3:.1f} s one after the other. The fullest card is {fullest}, never above "
+        f"{plan.stays} pieces stay; {plan.sent_bytes / 1e9:.1f} GB over links, {plan.store_bytes / 1e9:.1f} GB from "
+        f"the store, {plan.ms / 1e3:.1f} s one after the other. The fullest card is {fullest}, never above "
         f"{peak / 1e9:.1f} of {plan.limit_bytes[fullest] / 1e9:.1f} GB.",
         soft_wrap=True,
     )
@@ -133,9 +133,9 @@ def _runs(plan: MovePlan) -> list[list[Move]]:
     ]
 
 
-def _units(run: list[Move]) -> str:
-    layers = sorted(int(move.unit.split()[1]) for move in run if move.unit.startswith("layer "))
-    names = [move.unit for move in run if not move.unit.startswith("layer ")]
+def _pieces(run: list[Move]) -> str:
+    layers = sorted(int(move.piece.split()[1]) for move in run if move.piece.startswith("layer "))
+    names = [move.piece for move in run if not move.piece.startswith("layer ")]
     parts: list[str] = []
     for _, group in groupby(enumerate(layers), lambda item: item[1] - item[0]):
         numbers = [number for _, number in group]

@@ -1,4 +1,4 @@
-"""What one worker takes of one kind of request: its time, its KV, and whether it can be in time at all.
+"""What one worker takes of one bucket of request: its time, its KV, and whether it can be in time at all.
 
 A worker that decodes full batches spends on a request its prefill, and for each token of the answer one batch's share
 of a step. The batch is the largest that keeps the target for time per token, prefill in between counted, and fits the
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from quartet_core.catalogue import Catalogue, ProfileKey
 from quartet_core.profile import Profile
-from quartet_sim.capacity.demand import Kind, Sample
+from quartet_sim.capacity.demand import Bucket, Sample
 
 MAX_BATCH = 256
 _MOST_BUSY = 0.95
@@ -50,7 +50,7 @@ class Margins(Struct, frozen=True, kw_only=True):
 
 
 class Carried(Struct, frozen=True, kw_only=True):
-    """One kind on one option, for one request: seconds of the worker, token-seconds of its KV, and the share in time.
+    """One bucket on one option, for one request: seconds of the worker, token-seconds of its KV, and the share in time.
 
     ``batch`` is the decode batch, ``held_by`` what keeps it from being larger; ``late`` says why ``within`` is not 1.
     """
@@ -74,16 +74,16 @@ def options_of(
         kv_tokens = catalogue.kv_capacity_tokens(hardware, model, precision, tp)
         if not kv_tokens:
             continue
-        kind = catalogue.hardware_class(hardware)
+        cards = catalogue.hardware_class(hardware)
         found.append(
             Option(
                 hardware=hardware,
                 model=model,
                 precision=precision,
                 tp=tp,
-                price_per_hour=kind.price_per_hour * tp,
-                idle_w=kind.idle_w * tp,
-                tdp_w=kind.tdp_w * tp,
+                price_per_hour=cards.price_per_hour * tp,
+                idle_w=cards.idle_w * tp,
+                tdp_w=cards.tdp_w * tp,
                 kv_tokens=kv_tokens,
             )
         )
@@ -96,17 +96,17 @@ def alone_ms(profile: Profile, sample: Sample) -> float:
     return profile.prefill_ms(sample.cached, sample.uncached) + sample.output * step / 20
 
 
-def carried(option: Option, profile: Profile, kind: Kind, margins: Margins) -> Carried:
-    """What one request of ``kind`` takes of a worker of ``option``, whose times are ``profile``."""
-    count = len(kind.samples)
-    prefills = [profile.prefill_ms(sample.cached, sample.uncached) for sample in kind.samples]
+def carried(option: Option, profile: Profile, bucket: Bucket, margins: Margins) -> Carried:
+    """What one request of ``bucket`` takes of a worker of ``option``, whose times are ``profile``."""
+    count = len(bucket.samples)
+    prefills = [profile.prefill_ms(sample.cached, sample.uncached) for sample in bucket.samples]
     prefill_ms = sum(prefills) / count
-    output = sum(sample.output for sample in kind.samples) / count
-    prompt = sum(sample.cached + sample.uncached for sample in kind.samples) / count
+    output = sum(sample.output for sample in bucket.samples) / count
+    prompt = sum(sample.cached + sample.uncached for sample in bucket.samples) / count
     context = prompt + output / 2
 
     def step_ms(batch: int) -> float:
-        """Of a decode that shares the worker with the prefills of its own kind."""
+        """Of a decode that shares the worker with the prefills of its own bucket."""
         alone = profile.step_ms_at(batch, context)
         decode_ms = output * alone / batch
         prefilling = min(margins.utilisation, _MOST_BUSY) * prefill_ms / (prefill_ms + decode_ms)
@@ -117,20 +117,20 @@ def carried(option: Option, profile: Profile, kind: Kind, margins: Margins) -> C
     low, high = 0, most
     while low < high:  # the time per token only grows with the batch
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if step_ms(middle) <= kind.slo.tpot_ms else (low, middle - 1)
+        low, high = (middle, high) if step_ms(middle) <= bucket.slo.tpot_ms else (low, middle - 1)
     batch = max(1, low)
     late = ""
-    within = sum(ms + step_ms(batch) <= kind.slo.ttft_ms * margins.ttft_share for ms in prefills) / count
+    within = sum(ms + step_ms(batch) <= bucket.slo.ttft_ms * margins.ttft_share for ms in prefills) / count
     if within < 1:
         late = (
             f"an idle worker prefills in {prefill_ms:,.0f} ms on average and {max(prefills):,.0f} at most; "
-            f"{margins.ttft_share:.0%} of the target are {kind.slo.ttft_ms * margins.ttft_share:,.0f} ms"
+            f"{margins.ttft_share:.0%} of the target are {bucket.slo.ttft_ms * margins.ttft_share:,.0f} ms"
         )
     seconds = (prefill_ms + output * profile.step_ms_at(batch, context) / batch) / 1e3
-    idle_share = 1 - profile.step_ms_at(1, context) / kind.slo.tpot_ms
+    idle_share = 1 - profile.step_ms_at(1, context) / bucket.slo.tpot_ms
     if idle_share <= 0:
         within = 0.0
-        late = f"even alone a token takes {profile.step_ms_at(1, context):.1f} ms, the target is {kind.slo.tpot_ms:g}"
+        late = f"even alone a token takes {profile.step_ms_at(1, context):.1f} ms, the target is {bucket.slo.tpot_ms:g}"
     elif not low:
         # A full worker would prefill too much between two tokens: it may spend no more than this share on it.
         seconds = min(margins.utilisation, _MOST_BUSY) * prefill_ms / idle_share / 1e3

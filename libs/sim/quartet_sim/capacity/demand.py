@@ -1,7 +1,7 @@
-"""Demand: a trace's requests as a few kinds of work, each with the rate at which it comes at peak.
+"""Demand: a trace's requests as a few buckets of work, each with the rate at which it comes at peak.
 
-Kinds are model, service class and prompt length. How much of a prompt a prefix cache saves is not known before a fleet
-is chosen: of the leading units that some earlier request had, ``cached_share`` are taken to be found.
+Buckets are model, service class and prompt length. How much of a prompt a prefix cache saves is not known before a
+fleet is chosen: of the leading units that some earlier request had, ``cached_share`` are taken to be found.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ CACHED_SHARE = 0.65
 over 16 workers with LRU caches, against 0.347 without end (``docs/router-figures.md`` and the trace's own page)."""
 
 MOST_SAMPLES = 400
-"""Requests of a kind that are looked at one by one; evenly spaced, where there are more."""
+"""Requests of a bucket that are looked at one by one; evenly spaced, where there are more."""
 
 
 class Sample(Struct, frozen=True):
@@ -30,7 +30,7 @@ class Sample(Struct, frozen=True):
     output: int
 
 
-class Kind(Struct, frozen=True, kw_only=True):
+class Bucket(Struct, frozen=True, kw_only=True):
     """Requests of ``model`` under ``slo`` with prompts of ``least`` tokens up to, without, ``below`` (0: no end).
 
     ``rate_per_s`` is at peak, ``mean_per_s`` over the whole span.
@@ -52,9 +52,9 @@ class Kind(Struct, frozen=True, kw_only=True):
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """All kinds, and how much more than on average there is to do at peak, by model."""
+    """All buckets, and how much more than on average there is to do at peak, by model."""
 
-    kinds: tuple[Kind, ...]
+    buckets: tuple[Bucket, ...]
     peak_over_mean: dict[str, float]
     requests: int
     span_s: float
@@ -91,8 +91,8 @@ def demand_of(
         work.setdefault(request.model, [0.0] * windows)[window] += work_ms(request.model, sample)
     peaks = {model: _peak(sums, peak_percentile) for model, sums in work.items()}
     edges = (0, *borders, 0)
-    kinds = tuple(
-        Kind(
+    buckets = tuple(
+        Bucket(
             model=model,
             slo=slo,
             least=edges[bucket],
@@ -106,7 +106,7 @@ def demand_of(
         )
     )
     return Demand(
-        kinds=kinds,
+        buckets=buckets,
         peak_over_mean=peaks,
         requests=len(requests),
         span_s=span_s,

@@ -1,8 +1,8 @@
 """The cheapest mix, as a mixed-integer linear program, solved to optimality by HiGHS (through SciPy).
 
-Unknown are the workers of each option (whole numbers) and the share of each kind that each option serves. Every kind is
-served; no worker is asked for more time or KV than its margin leaves; enough requests of every model go where they can
-be in time; stock and budget are kept.
+Unknown are the workers of each option (whole numbers) and the share of each bucket that each option serves. Every
+bucket is served; no worker is asked for more time or KV than its margin leaves; enough requests of every model go where
+they can be in time; stock and budget are kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
 
 class Team(Struct, frozen=True, kw_only=True):
-    """``count`` workers of one option, the share of their margin in use at peak, and what of each kind they serve."""
+    """``count`` workers of one option, the share of their margin in use at peak, and what of each bucket they serve."""
 
     option: Option
     count: int
@@ -83,12 +83,12 @@ class Program:
         return Program(demand, self.options, self.catalogue)
 
     def table(self, margins: Mapping[str, Margins]) -> dict[tuple[int, int], Carried]:
-        """What each option takes of each kind of its model, by (kind, option)."""
+        """What each option takes of each bucket of its model, by (bucket, option)."""
         return {
-            (k, o): carried(option, self.catalogue.profile(*option.key), kind, margins[kind.model])
-            for k, kind in enumerate(self.demand.kinds)
+            (k, o): carried(option, self.catalogue.profile(*option.key), bucket, margins[bucket.model])
+            for k, bucket in enumerate(self.demand.buckets)
             for o, option in enumerate(self.options)
-            if option.model == kind.model
+            if option.model == bucket.model
         }
 
     def solve(
@@ -100,7 +100,7 @@ class Program:
 
 
 class _Solving:
-    """One solve: columns are workers by option, shares by (kind, option), and a switch by (mix to be unlike, class)."""
+    """One solve: columns are workers by option, shares by (bucket, option), a switch by (mix to be unlike, class)."""
 
     def __init__(
         self, program: Program, limits: Limits, margins: Mapping[str, Margins], unlike: Sequence[Mapping[str, int]]
@@ -137,7 +137,7 @@ class _Solving:
             cost[o] = option.price_per_hour + _PREFER_FEWER
             integral[o] = 1
         for (k, o), each in self._table.items():
-            cost[self._shares[k, o]] = _PREFER_FEWER * self._demand.kinds[k].rate_per_s * each.seconds
+            cost[self._shares[k, o]] = _PREFER_FEWER * self._demand.buckets[k].rate_per_s * each.seconds
         upper = np.ones(self._columns)
         for o, option in enumerate(self._options):
             upper[o] = self._limits.stock.get(option.hardware, 0) // option.tp
@@ -168,7 +168,7 @@ class _Solving:
         return coo_array((values, (rows, columns)), shape=(len(self._rows), self._columns))
 
     def _serve_all(self) -> None:
-        for k in range(len(self._demand.kinds)):
+        for k in range(len(self._demand.buckets)):
             self._row({self._shares[pair]: 1.0 for pair in self._table if pair[0] == k}, 1.0, 1.0)
 
     def _keep_margins(self) -> None:
@@ -178,15 +178,15 @@ class _Solving:
             kv: dict[int, float] = {o: -share}
             for (k, other), each in self._table.items():
                 if other == o:
-                    rate = self._demand.kinds[k].rate_per_s
+                    rate = self._demand.buckets[k].rate_per_s
                     time[self._shares[k, o]] = rate * each.seconds
                     kv[self._shares[k, o]] = rate * each.kv_token_seconds / option.kv_tokens
             self._row(time, -np.inf, 0.0)
             self._row(kv, -np.inf, 0.0)
 
     def _be_in_time(self) -> None:
-        for model in {kind.model for kind in self._demand.kinds}:
-            rates = {k: kind.rate_per_s for k, kind in enumerate(self._demand.kinds) if kind.model == model}
+        for model in {bucket.model for bucket in self._demand.buckets}:
+            rates = {k: bucket.rate_per_s for k, bucket in enumerate(self._demand.buckets) if bucket.model == model}
             row = {self._shares[k, o]: rates[k] * each.within for (k, o), each in self._table.items() if k in rates}
             self._row(row, self._limits.goal * sum(rates.values()), np.inf)
 
@@ -224,9 +224,9 @@ class _Solving:
             for (k, other), each in self._table.items():
                 share = float(x[self._shares[k, o]]) if other == o else 0.0
                 if share > 1e-9:
-                    kind = self._demand.kinds[k]
-                    busy += share * kind.rate_per_s * each.seconds
-                    kv += share * kind.rate_per_s * each.kv_token_seconds / option.kv_tokens
-                    serves[kind.name] = share
+                    bucket = self._demand.buckets[k]
+                    busy += share * bucket.rate_per_s * each.seconds
+                    kv += share * bucket.rate_per_s * each.kv_token_seconds / option.kv_tokens
+                    serves[bucket.name] = share
             teams.append(Team(option=option, count=count, used=max(busy, kv) / count, serves=serves))
         return Mix(teams=tuple(teams), price_per_hour=sum(team.count * team.option.price_per_hour for team in teams))

@@ -32,7 +32,7 @@ def binding(program: Program, limits: Limits, margins: Mapping[str, Margins], mi
 
 
 def obstacles(program: Program, limits: Limits, margins: Mapping[str, Margins]) -> list[Relief]:
-    """Why there is no mix: kinds that nothing serves in time, and each limit without which there would be one."""
+    """Why there is no mix: buckets that nothing serves in time, and each limit without which there would be one."""
     found = [Relief(limit="slo", text=text, price_per_hour=None) for text in _late(program, limits, margins)]
     for limit, text, other_program, other_limits in _relaxations(program, limits):
         other = other_program.solve(other_limits, margins)
@@ -75,32 +75,32 @@ def _relaxations(program: Program, limits: Limits) -> Iterator[tuple[str, str, P
 
 
 def _looser(demand: Demand, field: str) -> Demand:
-    kinds = tuple(
+    buckets = tuple(
         msgspec.structs.replace(
-            kind, slo=msgspec.structs.replace(kind.slo, **{field: getattr(kind.slo, field) * _LOOSER})
+            bucket, slo=msgspec.structs.replace(bucket.slo, **{field: getattr(bucket.slo, field) * _LOOSER})
         )
-        for kind in demand.kinds
+        for bucket in demand.buckets
     )
-    return msgspec.structs.replace(demand, kinds=kinds)
+    return msgspec.structs.replace(demand, buckets=buckets)
 
 
 def _late(program: Program, limits: Limits, margins: Mapping[str, Margins]) -> Iterator[str]:
-    """Models of which too few requests can be in time wherever they go, by the kinds that cannot."""
+    """Models of which too few requests can be in time wherever they go, by the buckets that cannot."""
     table = program.table(margins)
-    kinds = program.demand.kinds
-    for model in dict.fromkeys(kind.model for kind in kinds):
-        asked = {k: kind for k, kind in enumerate(kinds) if kind.model == model}
+    buckets = program.demand.buckets
+    for model in dict.fromkeys(bucket.model for bucket in buckets):
+        asked = {k: bucket for k, bucket in enumerate(buckets) if bucket.model == model}
         best: dict[int, float] = {}
         for (k, _), each in table.items():
             if k in asked:
                 best[k] = max(best.get(k, 0.0), each.within)
-        total = sum(kind.rate_per_s for kind in asked.values())
-        within = sum(kind.rate_per_s * best.get(k, 0.0) for k, kind in asked.items()) / total
+        total = sum(bucket.rate_per_s for bucket in asked.values())
+        within = sum(bucket.rate_per_s * best.get(k, 0.0) for k, bucket in asked.items()) / total
         if within >= limits.goal:
             continue
         yield f"at most {within:.1%} of {model}'s requests can be in time on any card, {limits.goal:.0%} must"
-        for k, kind in asked.items():
+        for k, bucket in asked.items():
             if best.get(k, 0.0) < limits.goal:
                 for (other, o), each in table.items():
                     if other == k and each.late:
-                        yield f"  {kind.name} on {program.options[o].name}: {each.late}"
+                        yield f"  {bucket.name} on {program.options[o].name}: {each.late}"

@@ -1,9 +1,9 @@
 """From one placement to another: what goes where, in an order in which no card ever holds more than it may.
 
-What moves is a *unit*: one layer with its KV, or the embedding, or the output head. A unit that keeps its precision is
-copied from the cards that have it; one that changes it comes from the store, and only its KV is copied. The old holders
-drop it once the new ones have it, so that it is never nowhere, except when nothing can move because all are full: then
-units are parked in host memory, and fetched from there once there is room.
+What moves is a *piece*: one layer with its KV, or the embedding, or the output head. A piece that keeps its precision
+is copied from the cards that have it; one that changes it comes from the store, and only its KV is copied. The old
+holders drop it once the new ones have it, so that it is never nowhere, except when nothing can move because all are
+full: then pieces are parked in host memory, and fetched from there once there is room.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from quartet_sim.partition.timing import layer_bytes
 STORE_GB_PER_S = 7.0
 """Judged: one NVMe drive, through a loader that keeps it busy."""
 
-Unit = str
+Piece = str
 """``embedding``, ``head``, or ``layer <number>``."""
 
 
 class Holding(Struct, frozen=True):
-    """Who has a unit: cards that share it evenly, its precision, its weights and KV over all of them."""
+    """Who has a piece: cards that share it evenly, its precision, its weights and KV over all of them."""
 
     gpus: tuple[str, ...]
     precision: str
@@ -42,11 +42,11 @@ class Move(Struct, frozen=True, kw_only=True):
     """One step: ``copy`` from card to card, ``load`` from the store, ``park`` in host memory, ``fetch`` from there.
 
     ``sent_bytes`` cross the link ``path``, ``store_bytes`` come from the store. After it ``source`` no longer has the
-    unit; no source has a unit that is fetched.
+    piece; no source has a piece that is fetched.
     """
 
     kind: Literal["copy", "load", "park", "fetch"]
-    unit: Unit
+    piece: Piece
     source: tuple[str, ...]
     target: tuple[str, ...]
     precision: str
@@ -70,10 +70,10 @@ class MovePlan(Struct, frozen=True, kw_only=True):
 
 
 def holdings(placement: Placement, shape: Shape, table: PrecisionTable, kv_tokens: int, kv_element: int) -> dict[
-    Unit, Holding
+    Piece, Holding
 ]:  # fmt: skip
     """Who has what, with KV of ``kv_tokens`` tokens at ``kv_element`` bytes an element."""
-    found: dict[Unit, Holding] = {}
+    found: dict[Piece, Holding] = {}
     for stage in placement.stages:
         weights = layer_bytes(shape, table.precisions[stage.precision])
         replicas = max(1, stage.tp // shape.kv_heads)  # beyond its heads, KV is repeated
@@ -103,21 +103,21 @@ def move_plan(
         ledger.add(holding)
     ledger.check("the current placement")
     ground = _Ground(pools, store_gb_per_s)
-    pending = {unit: after[unit] for unit, holding in before.items() if _moves(holding, after[unit])}
+    pending = {piece: after[piece] for piece, holding in before.items() if _moves(holding, after[piece])}
     stays = len(before) - len(pending)
-    parked: set[Unit] = set()
+    parked: set[Piece] = set()
     moves: list[Move] = []
     while pending:
-        ready = [unit for unit, holding in pending.items() if ledger.has_room(holding)]
+        ready = [piece for piece, holding in pending.items() if ledger.has_room(holding)]
         if ready:
-            unit = _next(ready, before, after, parked, moves, ledger)
-            holding = pending.pop(unit)
+            piece = _next(ready, before, after, parked, moves, ledger)
+            holding = pending.pop(piece)
             ledger.add(holding)
-            if unit in parked:
-                moves.append(ground.fetch(unit, before[unit], holding))
+            if piece in parked:
+                moves.append(ground.fetch(piece, before[piece], holding))
             else:
-                ledger.drop(before[unit])
-                moves.append(ground.move(unit, before[unit], holding))
+                ledger.drop(before[piece])
+                moves.append(ground.move(piece, before[piece], holding))
             continue
         fullest = max(
             (each for each in pending if each not in parked), key=lambda each: ledger.fullness(before[each].gpus),
@@ -140,16 +140,16 @@ def move_plan(
 
 
 def _next(
-    ready: Sequence[Unit], before: Mapping[Unit, Holding], after: Mapping[Unit, Holding], parked: set[Unit],
+    ready: Sequence[Piece], before: Mapping[Piece, Holding], after: Mapping[Piece, Holding], parked: set[Piece],
     moves: Sequence[Move], ledger: "_Ledger",
-) -> Unit:  # fmt: skip
-    """The unit that goes the way of the last one, so that a plan reads as few runs; else the one whose leaving helps
+) -> Piece:  # fmt: skip
+    """The piece that goes the way of the last one, so that a plan reads as few runs; else the one whose leaving helps
     the fullest card most; a parked one last, it is in nobody's way."""
     if moves:
         last = moves[-1]
-        for unit in ready:
-            if unit not in parked and (last.source, last.target) == (before[unit].gpus, after[unit].gpus):
-                return unit
+        for piece in ready:
+            if piece not in parked and (last.source, last.target) == (before[piece].gpus, after[piece].gpus):
+                return piece
     return max(ready, key=lambda each: 0.0 if each in parked else 1.0 + ledger.fullness(before[each].gpus))
 
 
@@ -203,7 +203,7 @@ class _Ground:
         }
         self._store_per_ms = store_gb_per_s * 1e6
 
-    def move(self, unit: Unit, old: Holding, new: Holding) -> Move:
+    def move(self, piece: Piece, old: Holding, new: Holding) -> Move:
         """From card to card, or from the store where the precision changes."""
         keeps = old.precision == new.precision
         sent = old.kv_bytes + (old.weight_bytes if keeps else 0)
@@ -211,20 +211,20 @@ class _Ground:
         link = self._hop(old.gpus, new.gpus)
         ms = (link.ms(sent) if sent else 0.0) + stored / self._store_per_ms
         return Move(
-            kind="copy" if keeps else "load", unit=unit, source=old.gpus, target=new.gpus, precision=new.precision,
+            kind="copy" if keeps else "load", piece=piece, source=old.gpus, target=new.gpus, precision=new.precision,
             path=link.path, sent_bytes=sent, store_bytes=stored, ms=ms,
         )  # fmt: skip
 
-    def park(self, unit: Unit, old: Holding) -> Move:
+    def park(self, piece: Piece, old: Holding) -> Move:
         """Into the memory of its host."""
         size = old.weight_bytes + old.kv_bytes
         ms = size / (self._host_gb_per_s(old.gpus) * 1e6)
         return Move(
-            kind="park", unit=unit, source=old.gpus, target=(), precision=old.precision, path="HOST",
+            kind="park", piece=piece, source=old.gpus, target=(), precision=old.precision, path="HOST",
             sent_bytes=size, store_bytes=0, ms=ms,
         )  # fmt: skip
 
-    def fetch(self, unit: Unit, old: Holding, new: Holding) -> Move:
+    def fetch(self, piece: Piece, old: Holding, new: Holding) -> Move:
         """From where it was parked."""
         keeps = old.precision == new.precision
         sent = old.kv_bytes + (old.weight_bytes if keeps else 0)
@@ -236,7 +236,7 @@ class _Ground:
             link = self._hop(old.gpus, new.gpus)
             path, ms = link.path, link.ms(sent)
         return Move(
-            kind="fetch", unit=unit, source=(), target=new.gpus, precision=new.precision, path=path,
+            kind="fetch", piece=piece, source=(), target=new.gpus, precision=new.precision, path=path,
             sent_bytes=sent, store_bytes=stored, ms=ms + stored / self._store_per_ms,
         )  # fmt: skip
 

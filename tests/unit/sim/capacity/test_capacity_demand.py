@@ -1,4 +1,4 @@
-"""Demand: every request is counted once, in its kind; peaks are peaks; caches save what was seen before."""
+"""Demand: every request is counted once, in its bucket; peaks are peaks; caches save what was seen before."""
 
 import pytest
 from hypothesis import given
@@ -35,17 +35,17 @@ def tokens(_, sample):
 @given(requests)
 def test_every_request_is_in_one_kind_and_whole(rows):
     found = demand_of(rows, tokens)
-    assert sum(kind.mean_per_s for kind in found.kinds) * found.span_s == pytest.approx(len(rows))
-    assert sum(len(kind.samples) for kind in found.kinds) == len(rows)
+    assert sum(bucket.mean_per_s for bucket in found.buckets) * found.span_s == pytest.approx(len(rows))
+    assert sum(len(bucket.samples) for bucket in found.buckets) == len(rows)
     assert found.peak_over_mean["m"] >= 1
     prompts = sorted(row.prompt_tokens for row in rows)
-    assert sorted(each.cached + each.uncached for kind in found.kinds for each in kind.samples) == prompts
-    for kind in found.kinds:
-        assert kind.rate_per_s == pytest.approx(kind.mean_per_s * found.peak_over_mean["m"])
-        for sample in kind.samples:
+    assert sorted(each.cached + each.uncached for bucket in found.buckets for each in bucket.samples) == prompts
+    for bucket in found.buckets:
+        assert bucket.rate_per_s == pytest.approx(bucket.mean_per_s * found.peak_over_mean["m"])
+        for sample in bucket.samples:
             assert sample.uncached >= 1
-            assert kind.least <= sample.cached + sample.uncached
-            assert not kind.below or sample.cached + sample.uncached < kind.below
+            assert bucket.least <= sample.cached + sample.uncached
+            assert not bucket.below or sample.cached + sample.uncached < bucket.below
 
 
 def test_only_leading_units_that_were_seen_are_found_and_only_their_share():
@@ -53,7 +53,7 @@ def test_only_leading_units_that_were_seen_are_found_and_only_their_share():
         return asked(at, at * 1e3, 2048, units)
 
     found = demand_of([asks(0, 1, 2, 3), asks(1, 1, 2, 9), asks(2, 7, 2, 3)], tokens, cached_share=0.5)
-    assert [sample.cached for sample in found.kinds[0].samples] == [0, 512, 0]
+    assert [sample.cached for sample in found.buckets[0].samples] == [0, 512, 0]
 
 
 def test_a_burst_makes_a_peak():

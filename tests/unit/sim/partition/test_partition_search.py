@@ -20,7 +20,7 @@ def passage_ms(placement):
     return placement.ttft_ms + placement.workload.output_tokens * steps
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(questions)
 def test_no_cut_at_all_is_better_than_the_one_found(question):
     found = best(question)
@@ -37,7 +37,7 @@ def test_no_cut_at_all_is_better_than_the_one_found(question):
     assert passage_ms(found) <= soonest * (1 + 1e-6)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(questions)
 def test_what_is_found_keeps_memory_quality_and_every_layer_once(question):
     found = best(question)
