@@ -2,8 +2,8 @@
 
 ``Workload`` says what is wanted; ``requests`` makes it. Same workload and seed, same requests.
 
-Three things no trace says are drawn here, by the seed: which model a conversation asks (by ``Part.models``; requests with
-the same first block ask the same), which SLO class a request is of, and what the client allows the answer at most
+Three things no trace says are drawn here, by the seed: which model a conversation asks (by ``Part.models``; requests that
+share two blocks ask the same), which SLO class a request is of, and what the client allows the answer at most
 (``max_tokens``): 4,096 for three of ten, else the next power of two above 1.2 times the answer.
 """
 
@@ -176,7 +176,8 @@ def _of_trace(
             at_ms=(row.at_s - part.start_s) * 1e3 / speed,
             prompt_tokens=row.prompt_tokens,
             output_tokens=max(row.output_tokens, 1),
-            kin=blocks[0] if blocks else -1 - row.number,
+            # In Mooncake's trace everybody's first block is the same: conversations differ from the second on.
+            kin=blocks[min(1, len(blocks) - 1)] if blocks else -1 - row.number,
             tenant=part.trace,
             units=units,
         )
