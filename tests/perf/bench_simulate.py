@@ -1,7 +1,8 @@
 """How quick the simulator is: 30 minutes of Mooncake's trace on 64 workers. ``run()``: ``make bench ONLY=simulate``.
 
 Each run is a process of its own on one core, from reading the trace to the outcome, so that ``rss_mb`` is its peak and
-``wall_s`` counts everything but Python's start. ``cpu_s`` is what the process used, which a busy machine does not change.
+``wall_s`` counts everything but Python's start. ``cpu_s`` is what the process used, which a busy machine does not
+change.
 """
 
 import json
@@ -38,9 +39,7 @@ print(json.dumps({
 
 
 def _once(speed: float, policy: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", _CODE, str(speed), policy], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", _CODE, str(speed), policy], check=True, capture_output=True, text=True)
     figures: dict[str, Any] = json.loads(done.stdout)
     return figures
 

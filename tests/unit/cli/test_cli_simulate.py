@@ -51,8 +51,8 @@ def test_the_report_is_one_page_that_loads_nothing(capsys, tmp_path):
 
 def test_knees_have_a_rate_for_each_share(capsys):
     code, out, _ = run(
-        capsys, "simulate", "--trace", "azure-conv,length=30,rate=60", "--seeds", "0", "--jobs", "1", "--policy", "least-loaded",
-        "--knee", "90,97", "--fleet", "1xL40S_PCIE:llama-3.1-8b", "--json", "-",
+        capsys, "simulate", "--trace", "azure-conv,length=30,rate=60", "--seeds", "0", "--jobs", "1",
+        "--policy", "least-loaded", "--knee", "90,97", "--fleet", "1xL40S_PCIE:llama-3.1-8b", "--json", "-",
     )  # fmt: skip
     assert code == 0
     ((ninety, strict),) = json.loads(out)["knees"]["least-loaded"]

@@ -78,7 +78,10 @@ def test_sessions_follow_themselves_and_nested_agents_the_one_that_started_them(
         "tool_tokens": 64, "system_tokens": 64,
         "requests": [
             row(0.0, [1, 2]),
-            {"t": 4.0, "type": "subagent", "tool_tokens": 0, "system_tokens": 0, "requests": [row(0.5, [9]), row(1.0, [9, 8], 0.25)]},
+            {
+                "t": 4.0, "type": "subagent", "tool_tokens": 0, "system_tokens": 0,
+                "requests": [row(0.5, [9]), row(1.0, [9, 8], 0.25)],
+            },
             row(9.0, [1, 2, 3], 2.0),
         ],
     }  # fmt: skip

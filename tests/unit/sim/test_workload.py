@@ -94,7 +94,9 @@ def test_workloads_that_cannot_be(trace, how, what):
 
 
 def test_faster_means_more_requests_a_second():
-    workload = Workload(parts=(Part(trace="azure-conv", length_s=100.0), Part(trace="servegen:m-small", length_s=20.0, rate_per_s=5.0)))
+    workload = Workload(
+        parts=(Part(trace="azure-conv", length_s=100.0), Part(trace="servegen:m-small", length_s=20.0, rate_per_s=5.0))
+    )
     plain, quick = requests(workload, 0), requests(workload.faster(2.0), 0)
     of_azure = [request for request in plain if request.tenant == "azure-conv"]
     of_azure_quick = [request for request in quick if request.tenant == "azure-conv"]
