@@ -29,8 +29,8 @@ class StepRow(NamedTuple):
 
 
 class ServedRow(NamedTuple):
-    """``concurrency`` clients, each at once sending the next request, saw ``tpot_ms`` per output token, and the first one
-    after ``ttft_ms``."""
+    """``concurrency`` clients, each at once sending the next request, saw ``tpot_ms`` per output token, and the first
+    one after ``ttft_ms``."""
 
     prompt_tokens: int
     output_tokens: int

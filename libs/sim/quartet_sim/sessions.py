@@ -33,8 +33,8 @@ class SessionRequest(Struct, frozen=True):
     ``at_s`` counts from the session's start until ``overlay`` makes it absolute. ``blocks`` are ids of the prompt's
     whole 64-token blocks: an equal id is an equal prefix of the same model up to and including that block. The first
     ``shared_blocks`` are tools and system prompt, which other sessions may have too. ``follows`` is the number of the
-    request before it of the same agent (of a nested agent's first one, of the agent that started it), −1 for a session's
-    first; ``think_s`` is how long after that one's end it came: tools ran, or a person read.
+    request before it of the same agent (of a nested agent's first one, of the agent that started it), −1 for a
+    session's first; ``think_s`` is how long after that one's end it came: tools ran, or a person read.
     """
 
     number: int

@@ -60,8 +60,8 @@ def azure_conversation(seed: int = 0) -> list[TraceRequest]:
 
 
 def azure_code(seed: int = 0) -> list[TraceRequest]:
-    """Azure 2023, code completion: 5,100 requests in 27 minutes, in bursts (the gaps' coefficient of variation is 13.7),
-    long prompts and short answers. No prefixes known; ``seed`` as above."""
+    """Azure 2023, code completion: 5,100 requests in 27 minutes, in bursts (the gaps' coefficient of variation is
+    13.7), long prompts and short answers. No prefixes known; ``seed`` as above."""
     name = "azure_llm_2023_code_1815_1845.csv.gz"
     return _azure(shipped(name), name)
 

@@ -54,7 +54,8 @@ def hashed(seed):
         "from quartet_sim.simulation.compare import Case, run\n"
         "from quartet_sim.simulation.spec import Failure, Settings, parse_fleet\n"
         "from quartet_sim.simulation.workload import Part, Workload\n"
-        "parts = (Part(trace='mooncake', length_s=60, rate_per_s=8), Part(trace='servegen:m-mid', length_s=10, rate_per_s=20))\n"
+        "parts = (Part(trace='mooncake', length_s=60, rate_per_s=8),"
+        " Part(trace='servegen:m-mid', length_s=10, rate_per_s=20))\n"
         "fleet = parse_fleet('2xH100_SXM5:llama-3.1-8b/fp8,4xL40S_PCIE:llama-3.1-8b/fp8')\n"
         "for policy in ('finish-time', 'random'):\n"
         "    settings = Settings(view_loss=0.2, failures=(Failure(worker=1, at_ms=2000, for_ms=1500),))\n"
@@ -62,7 +63,9 @@ def hashed(seed):
         " settings=settings)).log_hash)\n"
     )
     environment = os.environ | {"PYTHONHASHSEED": seed}
-    return subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_the_same_seed_gives_the_same_events_under_any_hash_seed():

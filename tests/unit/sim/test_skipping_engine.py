@@ -49,9 +49,8 @@ def every_iteration(jobs, kv_tokens, chunk, max_batch, scale):
                 ends = begin(at)
             continue
         now = ends
-        for event in engine.finish(now):
-            if type(event) in NAMES:
-                said.append((now, NAMES[type(event)], int(event.job_id)))
+        told = [event for event in engine.finish(now) if type(event) in NAMES]
+        said += [(now, NAMES[type(event)], int(event.job_id)) for event in told]
         ends = begin(now)
     return said, engine
 

@@ -50,12 +50,14 @@ def add_to(commands: "Commands") -> None:
     )  # fmt: skip
     parser.add_argument(
         "--trace", action="append", metavar="TRACE[,KEY=VALUE]", default=[],
-        help="azure-conv, azure-code, mooncake, sessions, servegen:SERVICE, or KIND:FILE; keys: start, length (seconds of"
-        f" the trace), rate (requests/s) or speed, model, most (tokens); may be given again [{_TRACE}]",
+        help="azure-conv, azure-code, mooncake, sessions, servegen:SERVICE, or KIND:FILE; keys: start, length (seconds"
+        " of the trace), rate (requests/s) or speed, model, most (tokens), after (seconds); may be given again"
+        f" [{_TRACE}]",
     )  # fmt: skip
     parser.add_argument(
         "--slo", action="append", metavar="SLO", default=[],
-        help="interactive (2 s, 50 ms), relaxed (10 s, 150 ms) or NAME:TTFT_MS:TPOT_MS[:SHARE]; may be given again [both]",
+        help="interactive (2 s, 50 ms), relaxed (10 s, 150 ms) or NAME:TTFT_MS:TPOT_MS[:SHARE]; may be given again"
+        " [both]",
     )  # fmt: skip
     parser.add_argument("--policy", default="all", metavar="NAMES", help="policies with commas between, or all [all]")
     parser.add_argument("--seeds", default="0,1,2", metavar="NUMBERS", help="one run each [0,1,2]")

@@ -36,6 +36,7 @@ _PART_KEYS = {
     "rate": ("rate_per_s", float),
     "speed": ("speed", float),
     "most": ("most_tokens", int),
+    "after": ("after_s", float),
 }
 
 

@@ -1,4 +1,5 @@
-"""A comparison as one HTML page that needs nothing else: tables, and plots as inline SVG. No script, no font, no link."""
+"""A comparison as one HTML page that needs nothing else: tables, and plots as inline SVG. No script, no font, no
+link."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -7,12 +8,19 @@ from quartet_sim.simulation.compare import spread
 from quartet_sim.simulation.figures import Outcome
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1b1f24; background: #fff; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
+body { color: #1b1f24; background: #fff; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .4rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; } td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }
-td:first-child, th:first-child { text-align: left; } .plots { display: flex; flex-wrap: wrap; gap: 1.5rem; } svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }
+td:first-child, th:first-child { text-align: left; }
+.plots { display: flex; flex-wrap: wrap; gap: 1.5rem; }
+svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
 p.note { color: #57606a; } code { background: #f2f4f6; padding: .1rem .3rem; }
-@media (prefers-color-scheme: dark) { body { color: #e6e8ea; background: #14171a; } td, th { border-color: #333; } code { background: #262a2e; } p.note { color: #9aa4ae; } }
+@media (prefers-color-scheme: dark) {
+  body { color: #e6e8ea; background: #14171a; } td, th { border-color: #333; }
+  code { background: #262a2e; } p.note { color: #9aa4ae; }
+}
 """
 
 _COLOURS = ("#2f6fde", "#d9822b", "#3a9d5d", "#b5487c", "#7a64c9", "#8a8f98", "#2aa1b3", "#b08d2f")
@@ -40,10 +48,11 @@ def page(groups: _Group, *, command: str, fleet: str, traces: Sequence[str], slo
 <title>Quartet: simulated policies</title><style>{_STYLE}</style></head><body>
 <h1>Simulated policies on one fleet</h1>
 <p>Fleet <code>{escape(fleet)}</code>; traces {", ".join(f"<code>{escape(trace)}</code>" for trace in traces)}; targets
-{", ".join(escape(slo) for slo in slos)}; seeds {", ".join(map(str, seeds))}. Made by <code>{escape(command)}</code>.</p>
-<p class="note">Everything here is simulated, from fitted hardware profiles and public traces: see docs/simulation.md for
-what is modelled, how far it is from measured serving, and what is not captured. Bars are means over seeds; the whiskers
-reach from the least seed to the most.</p>
+{", ".join(escape(slo) for slo in slos)}; seeds {", ".join(map(str, seeds))}.
+Made by <code>{escape(command)}</code>.</p>
+<p class="note">Everything here is simulated, from fitted hardware profiles and public traces: see docs/simulation.md
+for what is modelled, how far it is from measured serving, and what is not captured. Bars are means over seeds; the
+whiskers reach from the least seed to the most.</p>
 {_table(groups)}
 <div class="plots">{"".join(plots)}</div>
 <h2>Who worked when (seed {seeds[0]})</h2>
@@ -88,9 +97,10 @@ def _bars(title: str, groups: _Group, figure: Callable[[Outcome], float], digits
         y = place * (_BAR + 8)
         width, least, most = (room * value / top for value in (each.mean, each.least, each.most))
         middle = y + _BAR / 2
+        colour = _COLOURS[place % len(_COLOURS)]
         parts.append(
             f'<text x="{_LABELS - 8}" y="{middle + 4}" text-anchor="end">{escape(policy)}</text>'
-            f'<rect x="{_LABELS}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{_COLOURS[place % len(_COLOURS)]}"/>'
+            f'<rect x="{_LABELS}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{colour}"/>'
             f'<path d="M{_LABELS + least:.1f} {middle}H{_LABELS + most:.1f}" stroke="currentColor" stroke-width="1.5"/>'
             f'<text x="{_LABELS + most + 8:.1f}" y="{middle + 4}">{each.mean:,.{digits}f}</text>'
         )
@@ -117,13 +127,15 @@ def _lines(policy: str, outcome: Outcome) -> str:
         line = " ".join(f"{x:.1f},{height * (1 - min(busy, 1.0)):.1f}" for x, busy, _ in points)
         area = " ".join(f"{x:.1f},{height * (1 - min(busy * share, 1.0)):.1f}" for x, busy, share in points)
         parts.append(
-            f'<polygon points="{points[0][0]:.1f},{height} {area} {points[-1][0]:.1f},{height}" fill="{colour}" opacity="0.25"/>'
+            f'<polygon points="{points[0][0]:.1f},{height} {area} {points[-1][0]:.1f},{height}"'
+            f' fill="{colour}" opacity="0.25"/>'
             f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
             f'<text x="{left + 6 + 130 * place}" y="{height + 34}" style="fill:{colour}">{escape(hardware)}</text>'
         )
     axis = (
         f'<path d="M{left} 0V{height}H{width}" fill="none" stroke="currentColor" opacity="0.4"/>'
-        f'<text x="{left - 6}" y="10" text-anchor="end">100 %</text><text x="{left - 6}" y="{height}" text-anchor="end">0</text>'
+        f'<text x="{left - 6}" y="10" text-anchor="end">100 %</text>'
+        f'<text x="{left - 6}" y="{height}" text-anchor="end">0</text>'
         f'<text x="{width}" y="{height + 16}" text-anchor="end">{until_s:,.0f} s</text>'
     )
     return (

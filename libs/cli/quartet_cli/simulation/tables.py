@@ -18,8 +18,9 @@ def show(console: Console, groups: Mapping[str, Sequence[Outcome]]) -> None:
         ("policy",),
         ("within SLO %", "goodput /s", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "E2E p50 / p99 s", "worst wait s",
          "$/M good", "$/M", "kJ/M good", "kJ/M", "hit %", "unserved"),
-        caption=f"Means of {seeds} seed{'s' * (seeds != 1)}, ± the largest distance from it. $/M: fleet price over output tokens;"
-        " good: of answers within their targets. kJ/M: an upper bound. Unserved: refused, failed or not finished.",
+        caption=f"Means of {seeds} seed{'s' * (seeds != 1)}, ± the largest distance from it. $/M: fleet price over"
+        " output tokens; good: of answers within their targets. kJ/M: an upper bound. Unserved: refused, failed or not"
+        " finished.",
     )  # fmt: skip
     for policy, outcomes in groups.items():
         made.add_row(

@@ -40,7 +40,8 @@ class Spread(Struct, frozen=True):
 
 
 def run(case: Case, catalogue: Catalogue | None = None, *, least_within: float = 0.0) -> Outcome:
-    """The outcome of one case, with the requests made for its seed. Raises ``WrongTrace`` and what ``simulate`` does."""
+    """The outcome of one case, with the requests made for its seed. Raises ``WrongTrace`` and what ``simulate``
+    does."""
     return simulate(
         catalogue or builtin(),
         case.fleet,

@@ -26,8 +26,8 @@ IDLE = math.inf
 class SkippingEngine:
     """One engine replica. ``next_ms`` is when it wants ``advance`` called, ``IDLE`` when it has nothing to do.
 
-    ``next_ms`` may change at every ``submit``, ``cancel``, ``release`` and ``join``: drivers look at it after each call.
-    ``iterations``, ``busy_ms`` and ``prefill_busy_ms`` count what has ended.
+    ``next_ms`` may change at every ``submit``, ``cancel``, ``release`` and ``join``: drivers look at it after each
+    call. ``iterations``, ``busy_ms`` and ``prefill_busy_ms`` count what has ended.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class SkippingEngine:
         return self._backlog.ms()
 
     def busy_until(self, now_ms: float) -> tuple[float, float]:
-        """(busy ms, those of them spent on prefill) since the last call, with the stretch under way up to ``now_ms``."""
+        """(busy ms, those of them spent on prefill) since the last call, with the stretch under way up to
+        ``now_ms``."""
         passed_ms = max(0.0, min(now_ms, self.next_ms) - self._start_ms) if self._steps else 0.0
         whole_ms = self.next_ms - self._start_ms if self._steps else 1.0
         busy_ms = self.busy_ms + passed_ms

@@ -16,9 +16,9 @@ class Percentiles(Struct, frozen=True):
 
 
 class ClassFigures(Struct, frozen=True, kw_only=True):
-    """One model on one hardware class. ``utilisation`` is the busy share of paid GPU time, ``prefill_share`` the share of
-    busy time spent on prefill; ``hit_rate`` the share of prompt tokens found in the prefix cache. ``energy_j`` counts
-    busy time at TDP and idle time at idle power: an upper bound."""
+    """One model on one hardware class. ``utilisation`` is the busy share of paid GPU time, ``prefill_share`` the share
+    of busy time spent on prefill; ``hit_rate`` the share of prompt tokens found in the prefix cache. ``energy_j``
+    counts busy time at TDP and idle time at idle power: an upper bound."""
 
     hardware: str
     model: str
@@ -48,8 +48,8 @@ class PartFigures(Struct, frozen=True, kw_only=True):
 
 
 class Sample(Struct, frozen=True):
-    """One hardware class in the time up to ``at_s``, since the sample before: busy share of paid GPU time, share of busy
-    time spent on prefill, and sequences in its decode batches at that moment."""
+    """One hardware class in the time up to ``at_s``, since the sample before: busy share of paid GPU time, share of
+    busy time spent on prefill, and sequences in its decode batches at that moment."""
 
     at_s: float
     hardware: str
@@ -62,9 +62,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """One run. Rates are over ``span_s``: from 0 to the last arrival, or to the last end where arrivals wait for ends.
 
     ``within_slo`` is the share of *all* requests that met both targets: refused, failed and unfinished ones did not.
-    ``usd`` and ``energy_j`` are those of the whole fleet over the span, idle time included. Money and joules per million
-    *good* output tokens count only answers within their targets; the plain ones count all answers.
-    ``log_hash`` is a hash over every event of the run.
+    ``usd`` and ``energy_j`` are those of the whole fleet over the span, idle time included. Money and joules per
+    million *good* output tokens count only answers within their targets; the plain ones count all answers. ``log_hash``
+    is a hash over every event of the run.
     """
 
     policy: str

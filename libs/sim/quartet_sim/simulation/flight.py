@@ -23,15 +23,15 @@ class Job(NamedTuple):
 
 
 class Flight:
-    """A request and where it stands. ``try_`` counts dispatches; ``jobs`` and ``keys`` (of the ledger, by slot) are those
-    of the last.
+    """A request and where it stands. ``try_`` counts dispatches; ``jobs`` and ``keys`` (of the ledger, by slot) are
+    those of the last.
 
     Times are milliseconds, −1 for what has not happened. ``outcome`` is empty until the end.
     """
 
     __slots__ = (
-        "arrived_ms", "ask", "cached_tokens", "ended_ms", "first_ms", "held", "held_ms", "jobs", "key", "keys", "lag_ms",
-        "outcome", "request", "tried", "try_",
+        "arrived_ms", "ask", "cached_tokens", "ended_ms", "first_ms", "held", "held_ms", "jobs", "key", "keys",
+        "lag_ms", "outcome", "request", "tried", "try_",
     )  # fmt: skip
 
     def __init__(self, request: Request, ask: Ask, arrived_ms: float) -> None:

@@ -14,6 +14,7 @@ from quartet_core.policy.least_loaded import LeastLoaded
 from quartet_core.policy.prefix_aware import PrefixAware
 from quartet_core.policy.round_robin import RoundRobin
 from quartet_core.routing import PolicyOf
+from quartet_sim.simulation.variants import VARIANTS
 
 
 class RandomChoice(Policy):
@@ -40,6 +41,9 @@ POLICIES: Final = MappingProxyType[str, PolicyOf](
     }
 )  # fmt: skip
 """By name, ours first."""
+
+KNOWN: Final = MappingProxyType[str, PolicyOf]({**POLICIES, **VARIANTS})
+"""And the variants that studies look at."""
 
 OURS: Final = FinishTime.name
 BASELINES: Final = tuple(name for name in POLICIES if name != OURS)

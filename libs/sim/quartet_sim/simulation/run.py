@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from quartet_core.catalogue import Catalogue
 from quartet_core.routing import UnknownPolicy
 from quartet_sim.simulation.figures import Outcome
-from quartet_sim.simulation.policies import POLICIES
+from quartet_sim.simulation.policies import KNOWN
 from quartet_sim.simulation.spec import FleetSpec, Request, Settings
 from quartet_sim.simulation.world import World
 
@@ -24,14 +24,14 @@ def simulate(
     """Let ``requests`` pass over ``fleet`` and say how they fared.
 
     ``requests`` are in order of ``at_ms`` and carry their targets (``Request.slo``). ``policy`` is one of
-    ``policies.POLICIES``. The ``seed`` is of the simulation alone (lost words, ties): what the requests are was decided
-    when they were made. ``progress`` is told the share of the time that has passed, now and then. A run that can no longer reach ``least_within`` is
-    cut short; its figures then only say that much. Raises ``WrongFleet``,
-    and ``UnknownPolicy`` for a policy that is none.
+    ``policies.KNOWN``. The ``seed`` is of the simulation alone (lost words, ties): what the requests are was decided
+    when they were made. ``progress`` is told the share of the time that has passed, now and then. A run that can no
+    longer reach ``least_within`` is cut short; its figures then only say that much. Raises ``WrongFleet``, and
+    ``UnknownPolicy`` for a policy that is none.
     """
     fleet.check(catalogue)
-    if policy not in POLICIES:
-        raise UnknownPolicy(policy, list(POLICIES))
+    if policy not in KNOWN:
+        raise UnknownPolicy(policy, list(KNOWN))
     world = World(catalogue, fleet, requests, policy=policy, seed=seed, settings=settings or Settings())
     world.run(progress, (1.0 - least_within) * len(requests) if least_within else float("inf"))
     return world.outcome(policy, seed)

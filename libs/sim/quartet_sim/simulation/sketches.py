@@ -24,9 +24,8 @@ def sketch(units: tuple[int, ...], unit_tokens: int, prompt_tokens: int) -> Sket
     """The sketch of a prompt whose leading whole units are ``units``; without any, one that nobody holds."""
     if not units:
         return Sketch((), prompt_tokens)
-    rungs: list[int] = []
-    for rung in range(bisect_right(_RUNG_TOKENS, len(units) * unit_tokens)):
-        rungs.append(_mixed(units[(_RUNG_TOKENS[rung] - 1) // unit_tokens], rung))
+    count = bisect_right(_RUNG_TOKENS, len(units) * unit_tokens)
+    rungs = [_mixed(units[(_RUNG_TOKENS[rung] - 1) // unit_tokens], rung) for rung in range(count)]
     return Sketch(tuple(rungs), prompt_tokens)
 
 

@@ -17,7 +17,10 @@ _GROUP = re.compile(
     r"(?P<count>\d+)(?:\.\.(?P<most>\d+))?x(?P<hardware>[A-Za-z0-9_]+?)(?:x(?P<tp>\d+))?:(?P<model>[A-Za-z0-9_.-]+)"
     r"(?:/(?P<precision>[a-z0-9]+))?(?:@(?P<role>both|prefill|decode))?"
 )
-_GRAMMAR = "COUNT[..MOST]xCLASS[xTP]:MODEL[/PRECISION][@ROLE], e.g. 4xH100_SXM5:llama-3.1-8b/fp8 or 2xL40S_PCIEx4:llama-3.1-70b"
+_GRAMMAR = (
+    "COUNT[..MOST]xCLASS[xTP]:MODEL[/PRECISION][@ROLE], e.g. 4xH100_SXM5:llama-3.1-8b/fp8"
+    " or 2xL40S_PCIEx4:llama-3.1-70b"
+)
 
 
 class WrongFleet(ValueError):
@@ -128,12 +131,12 @@ RELAXED = Slo("relaxed", 10_000.0, 150.0, 0.5)
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One request. ``output_tokens`` is what the answer will have, which no router knows; ``max_tokens`` what the client
-    allows (0: no limit given).
+    """One request. ``output_tokens`` is what the answer will have, which no router knows; ``max_tokens`` what the
+    client allows (0: no limit given).
 
     ``units`` are ids of the prompt's whole units of ``unit_tokens`` tokens: an equal id is an equal prefix up to and
-    including it. A request that ``follows`` another (a number) arrives ``think_ms`` after that one's end; ``at_ms`` then
-    only orders. ``session`` names requests of one conversation.
+    including it. A request that ``follows`` another (a number) arrives ``think_ms`` after that one's end; ``at_ms``
+    then only orders. ``session`` names requests of one conversation.
     """
 
     number: int
@@ -152,7 +155,8 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """Worker number ``worker`` (in the fleet's order, from 0) dies at ``at_ms`` and is back, empty, ``for_ms`` later."""
+    """Worker number ``worker`` (in the fleet's order, from 0) dies at ``at_ms`` and is back, empty, ``for_ms``
+    later."""
 
     worker: int
     at_ms: float
@@ -160,8 +164,8 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 class Autoscale(Struct, frozen=True, kw_only=True):
-    """The rule, for every group by itself: each ``period_ms``, the workers wanted are the requests under way on the group
-    and its share of those held, over ``requests_per_worker``, rounded up, within the group's bounds.
+    """The rule, for every group by itself: each ``period_ms``, the workers wanted are the requests under way on the
+    group and its share of those held, over ``requests_per_worker``, rounded up, within the group's bounds.
 
     More are started at once and serve ``cold_start_ms`` later. Fewer are wanted for ``patience_ms`` on end: the last
     workers take nothing new, and go when they are empty. Paid from the start's beginning to the end.
@@ -177,10 +181,10 @@ class Settings(Struct, frozen=True, kw_only=True):
     """The control plane. Defaults are those of ``[router]``, with links as in a RoCE pod.
 
     ``view_age_ms``: how old a worker's word is when the router has it; ``view_loss``: the share of words that never
-    come (the next one says the same). ``dispatch_ms``: from a decision to the worker; ``event_ms``: from a worker's event
-    to the router. ``affinity_ms``: how often workers say what they cache. ``detect_ms``: from a worker's death to the
-    router's knowing. ``hold``, ``ledger``, ``affinity``, ``drift``, ``split``, ``fetch``: whether these parts are on.
-    ``drain_ms``: how long after the last arrival to wait for ends; what has not ended then is unfinished.
+    come (the next one says the same). ``dispatch_ms``: from a decision to the worker; ``event_ms``: from a worker's
+    event to the router. ``affinity_ms``: how often workers say what they cache. ``detect_ms``: from a worker's death to
+    the router's knowing. ``hold``, ``ledger``, ``affinity``, ``drift``, ``split``, ``fetch``: whether these parts are
+    on. ``drain_ms``: how long after the last arrival to wait for ends; what has not ended then is unfinished.
     """
 
     view_age_ms: float = 0.5

@@ -9,7 +9,8 @@ from quartet_sim.simulation.flight import Flight
 from quartet_sim.simulation.site import Site
 
 BUCKETS: Final = (
-    ("under 1k", 1 << 10), ("1k to 4k", 1 << 12), ("4k to 16k", 1 << 14), ("16k to 64k", 1 << 16), ("over 64k", 1 << 62),
+    ("under 1k", 1 << 10), ("1k to 4k", 1 << 12), ("4k to 16k", 1 << 14), ("16k to 64k", 1 << 16),
+    ("over 64k", 1 << 62),
 )  # fmt: skip
 """Prompt lengths, in tokens below the bound."""
 

@@ -1,9 +1,9 @@
 """The simulated engine against measured serving: closed loops on H100 (``data/hardware/h100_measured_serving.csv``).
 
-Every measured row (vLLM, a model and precision we have a profile for) is played: so many clients, prompts and answers of
-the same length for all, each client sending its next request when its answer is complete. The first round, in which all
-come at once, is not counted. The profiles' engine overhead was fitted to the time per token of rows with up to 16 clients
-(``quartet_sim.fit``); everything else here, all times to first token among it, was not.
+Every measured row (vLLM, a model and precision we have a profile for) is played: so many clients, prompts and answers
+of the same length for all, each client sending its next request when its answer is complete. The first round, in which
+all come at once, is not counted. The profiles' engine overhead was fitted to the time per token of rows with up to 16
+clients (``quartet_sim.fit``); everything else here, all times to first token among it, was not.
 """
 
 from heapq import heapify, heappop, heappush

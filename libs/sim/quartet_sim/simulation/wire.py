@@ -18,7 +18,8 @@ Told = Callable[[Key, int, float], None]
 
 
 class Wire:
-    """Brings ``routing`` what sites say. ``after`` is called after each message, as a router then looks at its holds."""
+    """Brings ``routing`` what sites say. ``after`` is called after each message, as a router then looks at its
+    holds."""
 
     def __init__(
         self, timeline: Timeline, settings: Settings, routing: Routing, random: Random, after: Callable[[], None]

@@ -2,8 +2,8 @@
 
 ``Workload`` says what is wanted; ``requests`` makes it. Same workload and seed, same requests.
 
-Three things no trace says are drawn here, by the seed: which model a conversation asks (by ``Part.models``; requests with
-the same first block ask the same), which SLO class a request is of, and what the client allows the answer at most
+Three things no trace says are drawn here, by the seed: which model a conversation asks (by ``Part.models``; requests
+that share two blocks ask the same), which SLO class a request is of, and what the client allows the answer at most
 (``max_tokens``): 4,096 for three of ten, else the next power of two above 1.2 times the answer.
 """
 
@@ -35,7 +35,8 @@ class Part(Struct, frozen=True, kw_only=True):
     ``speed`` times as fast, or, with ``rate_per_s``, as fast as gives that mean rate (ServeGen's clients are not played
     faster but scaled, and need a rate). Sessions are started at ``rate_per_s`` sessions a second for ``length_s`` (at
     0.1 without), and every later request of one comes when the one before has ended and its pause is over.
-    ``models`` are who is asked, with weights. Requests of more than ``most_tokens`` in all are left out.
+    ``models`` are who is asked, with weights. Requests of more than ``most_tokens`` in all are left out. All of it
+    begins ``after_s`` into the workload.
     """
 
     trace: str
@@ -45,6 +46,7 @@ class Part(Struct, frozen=True, kw_only=True):
     rate_per_s: float = 0.0
     models: tuple[tuple[str, float], ...] = (("llama-3.1-8b", 1.0),)
     most_tokens: int = 131_072
+    after_s: float = 0.0
 
 
 class Workload(Struct, frozen=True, kw_only=True):
@@ -86,7 +88,7 @@ def requests(workload: Workload, seed: int) -> list[Request]:
     """The requests of ``workload``, in order of arrival, numbered from 0. Raises ``WrongTrace``."""
     if not workload.parts:
         raise WrongTrace("none", f"a workload has at least one trace: {', '.join((*_SHIPPED, *_FILES))}")
-    drawn: list[tuple[int, _Raw, str, Slo, int]] = []
+    drawn: list[tuple[float, int, _Raw, str, Slo, int]] = []
     for place, part in enumerate(workload.parts):
         random = Random(f"{seed} {place} {part.trace}")
         chosen: dict[int, tuple[str, Slo]] = {}
@@ -101,16 +103,16 @@ def requests(workload: Workload, seed: int) -> list[Request]:
                 known = chosen.setdefault(raw.kin, (model, slo))
                 model = known[0]
                 slo = known[1] if raw.session >= 0 else _of_share(random, workload.slos)
-            drawn.append((place, raw, model, slo, _allowed(random, raw.output_tokens)))
-    drawn.sort(key=lambda each: each[1].at_ms)
-    numbers = {(place, raw.number): number for number, (place, raw, *_) in enumerate(drawn) if raw.number >= 0}
+            drawn.append((part.after_s * 1e3 + raw.at_ms, place, raw, model, slo, _allowed(random, raw.output_tokens)))
+    drawn.sort(key=lambda each: each[0])
+    numbers = {(place, raw.number): number for number, (_, place, raw, *_) in enumerate(drawn) if raw.number >= 0}
     made = []
-    for number, (place, raw, model, slo, allowed) in enumerate(drawn):
+    for number, (at_ms, place, raw, model, slo, allowed) in enumerate(drawn):
         follows = numbers.get((place, raw.follows), -1)
         made.append(
             Request(
                 number=number,
-                at_ms=raw.at_ms,
+                at_ms=at_ms,
                 model=model,
                 prompt_tokens=raw.prompt_tokens,
                 output_tokens=raw.output_tokens,
@@ -176,7 +178,8 @@ def _of_trace(
             at_ms=(row.at_s - part.start_s) * 1e3 / speed,
             prompt_tokens=row.prompt_tokens,
             output_tokens=max(row.output_tokens, 1),
-            kin=blocks[0] if blocks else -1 - row.number,
+            # In Mooncake's trace everybody's first block is the same: conversations differ from the second on.
+            kin=blocks[min(1, len(blocks) - 1)] if blocks else -1 - row.number,
             tenant=part.trace,
             units=units,
         )

@@ -10,7 +10,7 @@ from quartet_sim.simulation.carrier import Carrier
 from quartet_sim.simulation.desk import Desk
 from quartet_sim.simulation.figures import Outcome
 from quartet_sim.simulation.flight import Flight
-from quartet_sim.simulation.policies import POLICIES
+from quartet_sim.simulation.policies import KNOWN
 from quartet_sim.simulation.sampler import Sampler
 from quartet_sim.simulation.scaling import Scaling
 from quartet_sim.simulation.site import Site
@@ -54,7 +54,7 @@ class World:
         self.routing = Routing(
             lambda fact: catalogue.profile(fact.hardware, fact.model, fact.precision, fact.tp),
             catalogue.hardware_class,
-            POLICIES,
+            KNOWN,
             policy=policy,
             links=links,
             long_context=[name for name, each in catalogue.hardware.items() if each.long_context],
