@@ -1,6 +1,8 @@
 """``quartet plan``: what it prints, what its JSON says, and how it refuses."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -135,6 +137,15 @@ def test_a_current_placement_of_another_model_is_refused(tmp_path, capsys):
     now.write_text("{}")
     assert ran(*CUT, "--from", str(now)) == 2
     assert "write it with quartet plan partition" in capsys.readouterr().err
+
+
+def test_commands_load_without_the_libraries_that_only_planning_needs():
+    """An image of the command has neither, and must not notice before a plan is asked for."""
+    code = (
+        "import sys; sys.modules['numpy'] = sys.modules['scipy'] = None\n"
+        "from quartet_cli.__main__ import main; main(['plan', 'accuracy', '--json'])"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
 def test_accuracy_prints_a_row_for_each_measured_profile(capsys):

@@ -5,6 +5,7 @@ Prints the stages, what stands in the way of a better cut, other choices, and se
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,16 @@ from quartet_cli.commands import options
 from quartet_cli.console import console
 from quartet_cli.errors import CommandFailed
 from quartet_cli.plans import partition_screen
-from quartet_cli.plans.answers import PartitionAnswer
+from quartet_cli.plans.answers import NoPlacement, WrongCurrent
 from quartet_cli.plans.catalogue import catalogue_with
 from quartet_core.catalogue import UnknownProfile
-from quartet_sim.partition import explain, moves, placement, precision, search, settings
-from quartet_sim.partition.engines import ENGINES, TENSORRT_LLM, VLLM
+from quartet_sim.partition import precision
+from quartet_sim.partition.engines import ENGINES
 from quartet_sim.partition.machines import Rdma, WrongMachines, decode_nodes, parse_nodes, pools_of
+from quartet_sim.partition.moves import STORE_GB_PER_S
 from quartet_sim.partition.placement import Limits, Placement
 from quartet_sim.partition.precision import lesser
-from quartet_sim.partition.question import Question
+from quartet_sim.partition.question import Question, TooManyWays
 from quartet_sim.partition.shape import UnknownShape, shape_of
 from quartet_sim.partition.timing import Workload
 
@@ -69,49 +71,33 @@ def add_to(commands: "Commands") -> None:
     parser.add_argument("--catalogue", type=Path, metavar="FILE", help="[hardware.*] and [models.*] tables to add")
     parser.add_argument("--from", dest="current", type=Path, metavar="FILE", help="JSON of the placement that is now")
     parser.add_argument(
-        "--store-gb-per-s", type=float, default=moves.STORE_GB_PER_S, metavar="GB/S",
-        help=f"weights from the store, for --from [{moves.STORE_GB_PER_S:g}]",
+        "--store-gb-per-s", type=float, default=STORE_GB_PER_S, metavar="GB/S",
+        help=f"weights from the store, for --from [{STORE_GB_PER_S:g}]",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="answer as JSON, which --from reads")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if find_spec("numpy") is None:
+        raise CommandFailed("cutting a model needs NumPy: pip install 'quartet-cli[plan]'")
+    from quartet_cli.plans import partition_answer  # late, since it needs NumPy, which is optional
+
     question = _question(arguments)
     current = None if arguments.current is None else _read(arguments.current)
     try:
-        found = search.best(question)
-    except search.TooManyWays as error:
+        answer = partition_answer.answer(question, current, arguments.store_gb_per_s)
+    except (TooManyWays, WrongCurrent) as error:
         raise CommandFailed(str(error), 2) from error
-    if found is None:
-        return _nothing(arguments, question)
-    answer = PartitionAnswer(
-        placement=found,
-        binding=explain.binding(question, found),
-        alternatives=explain.alternatives(question),
-        settings=_settings(question, found),
-        engine=question.rules,
-    )
-    if current is not None:
-        answer = _with_moves(answer, question, current, arguments.store_gb_per_s)
     if arguments.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(answer)) + b"\n")
+    elif isinstance(answer, NoPlacement):
+        print(f"{question.shape.model} does not fit these cards.", file=sys.stderr)
+        for reason in answer.obstacles:
+            print(f"  {reason.text}", file=sys.stderr)
     else:
         partition_screen.show(console(), answer)
-    return 0
-
-
-def _nothing(arguments: argparse.Namespace, question: Question) -> int:
-    reasons = explain.obstacles(question)
-    if arguments.json:
-        sys.stdout.buffer.write(
-            msgspec.json.format(msgspec.json.encode({"placement": None, "obstacles": reasons})) + b"\n"
-        )
-    else:
-        print(f"{question.shape.model} does not fit these cards.", file=sys.stderr)
-        for reason in reasons:
-            print(f"  {reason.text}", file=sys.stderr)
-    return 1
+    return 1 if isinstance(answer, NoPlacement) else 0
 
 
 def _question(arguments: argparse.Namespace) -> Question:
@@ -181,34 +167,6 @@ def _losses(given: list[str]) -> dict[str, float]:
         if not equals:
             raise ValueError(f"--loss {text!r}: it is PRECISION=PCT, e.g. fp8=0.2")
     return found
-
-
-def _settings(question: Question, found: Placement) -> dict[str, str]:
-    """For the engine asked for, or for those that run the placement."""
-    made: dict[str, str] = {}
-    for rules, write in ((VLLM, settings.vllm), (TENSORRT_LLM, settings.tensorrt_llm)):
-        if question.rules.name in (rules.name, "any") and not settings.unrunnable(found, rules):
-            made[rules.name] = write(found, question.limits)
-    return made
-
-
-def _with_moves(
-    answer: PartitionAnswer, question: Question, current: Placement, store_gb_per_s: float
-) -> PartitionAnswer:
-    """With the way from ``current`` to what was found, and how ``current`` fares under the new workload."""
-    if current.model != question.shape.model:
-        raise CommandFailed(f"--from: it is a placement of {current.model}, not of {question.shape.model}", 2)
-    try:
-        stays = placement.for_workload(
-            current, question.shape, question.pools, question.work, question.table, question.limits
-        )
-        plan = moves.move_plan(
-            current, answer.placement, question.shape, question.pools, question.table,
-            kv_element=question.limits.kv_bytes_per_element, store_gb_per_s=store_gb_per_s,
-        )  # fmt: skip
-    except ValueError as error:
-        raise CommandFailed(f"--from: {error}", 2) from error
-    return msgspec.structs.replace(answer, current=stays, moves=plan)
 
 
 def _read(path: Path) -> Placement:

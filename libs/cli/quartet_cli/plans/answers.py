@@ -2,8 +2,8 @@
 
 from msgspec import Struct
 
+from quartet_sim.partition.binding import Alternative, Binding
 from quartet_sim.partition.engines import EngineRules
-from quartet_sim.partition.explain import Alternative, Binding
 from quartet_sim.partition.moves import MovePlan
 from quartet_sim.partition.placement import Placement
 
@@ -22,3 +22,18 @@ class PartitionAnswer(Struct, frozen=True, kw_only=True):
     engine: EngineRules
     current: Placement | None = None
     moves: MovePlan | None = None
+
+
+class NoPlacement(Struct, frozen=True, kw_only=True):
+    """Nothing fits, and why."""
+
+    obstacles: list[Binding]
+    placement: None = None
+
+
+class WrongCurrent(ValueError):
+    """The placement of ``--from`` cannot be gone on from: ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"--from: {reason}")
+        self.reason = reason

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from quartet_cli.console import table
 from quartet_cli.plans.answers import PartitionAnswer
-from quartet_sim.partition.explain import Alternative
+from quartet_sim.partition.binding import Alternative
 from quartet_sim.partition.moves import Move, MovePlan
 from quartet_sim.partition.placement import Placement
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 import msgspec
-from msgspec import Struct
 
 from quartet_core.catalogue import RUNTIME_BYTES_PER_GPU
+from quartet_sim.partition.binding import Alternative, Binding
 from quartet_sim.partition.engines import ANY, ENGINES
 from quartet_sim.partition.placement import Placement
-from quartet_sim.partition.question import Question
-from quartet_sim.partition.search import TooManyWays, best
+from quartet_sim.partition.question import Question, TooManyWays
+from quartet_sim.partition.search import best
 from quartet_sim.partition.timing import layer_bytes
 
 WORTH_TELLING_PCT = 1.0
@@ -24,15 +24,6 @@ _PARTS = {
     "link": "waiting for the stage before: the link",
     "overhead": "the engine's overhead per iteration",
 }
-
-
-class Binding(Struct, frozen=True, kw_only=True):
-    """A limit, and how much higher the rate would be without it. ``feasible`` says that nothing fits with it."""
-
-    limit: str
-    gain_pct: float
-    text: str
-    feasible: bool = True
 
 
 def binding(question: Question, placement: Placement) -> list[Binding]:
@@ -168,17 +159,6 @@ def _memory_account(question: Question) -> Binding:
         f"{room / 1e9:.1f} GB that all cards have for them",
         feasible=False,
     )
-
-
-class Alternative(Struct, frozen=True, kw_only=True):
-    """What another choice would give. ``rate_per_s`` 0: nothing fits."""
-
-    choice: str
-    rate_per_s: float
-    tpot_ms: float
-    ttft_ms: float
-    loss_hundredths: float
-    stages: int
 
 
 def alternatives(question: Question) -> list[Alternative]:

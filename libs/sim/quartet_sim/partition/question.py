@@ -10,7 +10,21 @@ from quartet_sim.partition.precision import PrecisionTable, assignments
 from quartet_sim.partition.shape import Shape
 from quartet_sim.partition.timing import Workload
 
+MOST_STATES = 60_000
+"""Bounds the search; a few minutes' worth."""
+
 _TPS = (1, 2, 4, 8)
+
+
+class TooManyWays(ValueError):
+    """The machines allow more states than `MOST_STATES`."""
+
+    def __init__(self, states: int) -> None:
+        super().__init__(
+            f"{states:,} ways to use the cards, at most {MOST_STATES:,}: "
+            "give fewer nodes or cards, or --engine vllm, which needs one TP degree"
+        )
+        self.states = states
 
 
 class Question(Struct, frozen=True, kw_only=True):

@@ -17,25 +17,11 @@ from numpy.typing import NDArray
 
 from quartet_sim.partition.lines import LOSS_FIRST, Floats, Group, Lines
 from quartet_sim.partition.placement import Cut, Placement, place
-from quartet_sim.partition.question import Question
+from quartet_sim.partition.question import MOST_STATES, Question, TooManyWays
 
 Places = NDArray[np.int64]
 
-MOST_STATES = 60_000
-"""Bounds the search; a few minutes' worth."""
-
 _TOLERANCE = 1e-9
-
-
-class TooManyWays(ValueError):
-    """The machines allow more states than `MOST_STATES`."""
-
-    def __init__(self, states: int) -> None:
-        super().__init__(
-            f"{states:,} ways to use the cards, at most {MOST_STATES:,}: "
-            "give fewer nodes or cards, or --engine vllm, which needs one TP degree"
-        )
-        self.states = states
 
 
 def best(question: Question) -> Placement | None:

@@ -10,7 +10,8 @@ from unit.sim.partition.questions import asked, big_layers, questions
 from quartet_sim.partition.engines import ANY
 from quartet_sim.partition.machines import Node, parse_nodes
 from quartet_sim.partition.placement import Limits, decode, encode
-from quartet_sim.partition.search import TooManyWays, best
+from quartet_sim.partition.question import TooManyWays
+from quartet_sim.partition.search import best
 from quartet_sim.partition.settings import unrunnable
 from quartet_sim.partition.timing import Workload
 
