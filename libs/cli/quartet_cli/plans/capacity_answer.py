@@ -8,10 +8,11 @@ from msgspec import Struct
 from quartet_core.catalogue import Catalogue, UnknownProfile
 from quartet_sim.capacity import sensitivity
 from quartet_sim.capacity.carrying import Margins, Option, alone_ms, options_of
-from quartet_sim.capacity.demand import Demand, Sample, demand_of
+from quartet_sim.capacity.demand import Demand, Sample, demand_of, endless_hit_rate
 from quartet_sim.capacity.mix import Limits, Mix, Program
 from quartet_sim.capacity.rounds import Round, Rounds, confirmed, simulator
 from quartet_sim.capacity.sensitivity import Relief
+from quartet_sim.simulation.figures import Outcome
 from quartet_sim.simulation.workload import Workload, requests
 
 
@@ -79,20 +80,30 @@ def answer(wish: Wish, told: Callable[[str], None]) -> CapacityAnswer:
                              f"{', '.join(known) or 'none'}")  # fmt: skip
     trace = requests(wish.workload, wish.seed)
     work = _work(wish.catalogue, options)
-    demand = demand_of(trace, work, peak_percentile=wish.peak_percentile, window_s=wish.window_s)
-    program = Program(demand, options, wish.catalogue)
+
+    def program_of(cached_share: float | None) -> Program:
+        demand = demand_of(
+            trace, work, peak_percentile=wish.peak_percentile, window_s=wish.window_s, cached_share=cached_share
+        )
+        return Program(demand, options, wish.catalogue)
+
+    def learned(outcome: Outcome) -> Program:
+        endless = endless_hit_rate(trace)
+        return program_of(min(1.0, outcome.hit_rate / endless) if endless else None)
+
+    program = program_of(None)
     limits = Limits(stock=wish.stock, budget_per_hour=wish.budget_per_hour, goal=wish.within)
     margins = {model: Margins() for model in models}
-    found = Rounds(rounds=(), best=None, margins=margins, ended="not simulated")
+    found = Rounds(rounds=(), best=None, margins=margins, program=program, ended="not simulated")
     if wish.most_runs:
         found = confirmed(
             program, limits, margins, trace, simulator(wish.catalogue, wish.seed), most_runs=wish.most_runs,
-            told=lambda made: told(_line(made)),
+            learn=learned, told=lambda made: told(_line(made)),
         )  # fmt: skip
         mix = None if found.best is None else found.best.mix
     else:
         mix = program.solve(limits, margins)
-    last = found.margins
+    last, program, demand = found.margins, found.program, found.program.demand
     per_million = 0.0 if mix is None else mix.price_per_hour / 3600 / demand.output_tokens_per_s * 1e6
     return CapacityAnswer(
         mix=mix,
@@ -105,8 +116,15 @@ def answer(wish: Wish, told: Callable[[str], None]) -> CapacityAnswer:
         usd_per_million=per_million,
         binding=[] if mix is None else sensitivity.binding(program, limits, last, mix),
         alternatives=[] if mix is None else sensitivity.next_best(program, limits, last, mix, wish.alternatives),
-        obstacles=[] if mix is not None else sensitivity.obstacles(program, limits, last),
+        obstacles=[] if mix is not None else _obstacles(found, limits),
     )
+
+
+def _obstacles(found: Rounds, limits: Limits) -> list[Relief]:
+    """Without a mix of the program's, why; where the simulator only refused all that were tried, nothing binds."""
+    if found.program.solve(limits, found.margins) is not None:
+        return []
+    return sensitivity.obstacles(found.program, limits, found.margins)
 
 
 def _work(catalogue: Catalogue, options: list[Option]) -> Callable[[str, Sample], float]:
@@ -116,7 +134,7 @@ def _work(catalogue: Catalogue, options: list[Option]) -> Callable[[str, Sample]
 
 
 def _line(made: Round) -> str:
-    verdict = "in time enough" if made.passed else f"too few in time: {', '.join(made.missed)}"
+    verdict = "in time enough" if made.passed else f"too few in time: {', '.join(made.short)}"
     price = f"${made.mix.price_per_hour:.2f}/h"
     return f"{made.kind}: {made.mix.text}, {price}: {made.outcome.within_slo:.1%} within SLO, {verdict}"
 

@@ -1,7 +1,7 @@
 """Demand: a trace's requests as a few buckets of work, each with the rate at which it comes at peak.
 
 Buckets are model, service class and prompt length. How much of a prompt a prefix cache saves is not known before a
-fleet is chosen: of the leading units that some earlier request had, ``cached_share`` are taken to be found.
+fleet is chosen: of the leading units that some earlier request had, a share is taken to be found.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,10 @@ from quartet_sim.simulation.spec import Request, Slo
 PROMPT_BORDERS = (1024, 4096, 16384, 65536)
 """Prompt lengths, in tokens, between which requests are alike enough: prefill grows faster than its prompt."""
 
-CACHED_SHARE = 0.65
-"""Of the prefix hits of an endless cache, what workers' own caches find. Judged by Mooncake's: 0.2258 of prompt tokens
-over 16 workers with LRU caches, against 0.347 without end (``docs/router-figures.md`` and the trace's own page)."""
+CACHED_SHARE = 0.25
+SESSION_CACHED_SHARE = 0.95
+"""Of the prefix hits of an endless cache, what workers' own caches find, until a simulation has told: judged by hit
+rates of ``quartet simulate``, near a quarter of that for Mooncake's requests and near all of it for sessions."""
 
 MOST_SAMPLES = 400
 """Requests of a bucket that are looked at one by one; evenly spaced, where there are more."""
@@ -67,13 +68,14 @@ def demand_of(
     *,
     peak_percentile: float = 95.0,
     window_s: float = 60.0,
-    cached_share: float = CACHED_SHARE,
+    cached_share: float | None = None,
     borders: tuple[int, ...] = PROMPT_BORDERS,
 ) -> Demand:
     """``requests``, which are in order of arrival, as a demand.
 
-    The peak of a model is the ``peak_percentile`` of its work over windows of ``window_s``, as ``work_ms`` of some
-    worker says it. Requests that follow others count where they are in the list. Raises ``ValueError`` without any.
+    ``cached_share`` is of the hits of an endless cache; without it, what is usual. The peak of a model is the
+    ``peak_percentile`` of its work over windows of ``window_s``, as ``work_ms`` of some worker says it. Requests that
+    follow others count where they are in the list. Raises ``ValueError`` without any.
     """
     if not requests:
         raise ValueError("no requests: nothing to plan for")
@@ -114,7 +116,22 @@ def demand_of(
     )
 
 
-def _sample(request: Request, seen: set[int], cached_share: float) -> Sample:
+def endless_hit_rate(requests: Sequence[Request]) -> float:
+    """The share of prompt tokens that a cache without end, shared by all workers of a model, would find."""
+    seen: dict[str, set[int]] = {}
+    hits = sum(_hit_tokens(request, seen.setdefault(request.model, set())) for request in requests)
+    return hits / max(1, sum(request.prompt_tokens for request in requests))
+
+
+def _sample(request: Request, seen: set[int], cached_share: float | None) -> Sample:
+    if cached_share is None:
+        cached_share = CACHED_SHARE if request.session < 0 else SESSION_CACHED_SHARE
+    cached = int(_hit_tokens(request, seen) * cached_share)
+    return Sample(cached, request.prompt_tokens - cached, request.output_tokens)
+
+
+def _hit_tokens(request: Request, seen: set[int]) -> int:
+    """Leading tokens of the prompt that are in ``seen`` units, to which it then adds its own."""
     hits = 0
     for unit in request.units:
         if unit not in seen:
@@ -122,8 +139,7 @@ def _sample(request: Request, seen: set[int], cached_share: float) -> Sample:
         hits += 1
     seen.update(request.units)
     # at least one token is always computed: the first of the answer comes out of it
-    cached = min(request.prompt_tokens - 1, int(hits * request.unit_tokens * cached_share))
-    return Sample(max(0, cached), request.prompt_tokens - max(0, cached), request.output_tokens)
+    return max(0, min(request.prompt_tokens - 1, hits * request.unit_tokens))
 
 
 def _peak(sums: list[float], percentile: float) -> float:

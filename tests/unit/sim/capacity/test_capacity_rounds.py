@@ -91,7 +91,7 @@ def test_a_judge_whom_nothing_pleases_ends_the_rounds_with_a_reason(program, out
     assert found.best is None
     assert "no mix within the limits leaves more room" in found.ended
     few = confirmed(program, Limits(stock=STOCK), margins(), TRACE, never, most_runs=2)
-    assert few.ended == "2 simulations, and none passed"
+    assert few.ended.startswith("2 simulations, and none passed")
     assert len(few.rounds) == 2
 
 
