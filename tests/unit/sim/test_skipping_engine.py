@@ -85,7 +85,7 @@ JOBS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     JOBS,
     st.sampled_from([1024, 1600, 4096, 65536]),

@@ -86,7 +86,7 @@ def _rounds(answer: CapacityAnswer) -> Table:
 def _mix(answer: CapacityAnswer, mix: Mix) -> Table:
     how = "confirmed by simulation" if answer.confirmed else "by the program alone, not simulated"
     made = table(
-        f"Cheapest mix found, {how}: ${mix.price_per_hour:.2f}/h, ${answer.usd_per_million:.3f} per million output tokens",
+        f"Cheapest mix found, {how}: ${mix.price_per_hour:.2f}/h, ${answer.usd_per_million:.3f} per M output tokens",
         ("class", "model", "weights"),
         ("workers", "cards", "$/h", "planned\nuse", "busy", "prefix\nhits", "kJ per M\ntokens"),
     )

@@ -11,11 +11,11 @@ Tokens have no text here and blocks no content. Otherwise the two engines are th
 
 import math
 from collections import deque
-from heapq import heappop, heappush
 
 from quartet_core.profile import Profile
 from quartet_core.word import free_kv_fraction, free_kv_level
 from quartet_sim.iteration import Backlog
+from quartet_sim.simulation.batch import DecodeBatch
 from quartet_sim.simulation.pace import Pace
 from quartet_sim.simulation.pool import UnitPool
 from quartet_sim.simulation.work import FINISHED, FIRST, LENT, PREEMPTED, PREFILLED, EngineEvent, Stage, Work
@@ -51,12 +51,7 @@ class SkippingEngine:
         self._ready: deque[Work] = deque()
         self._lending: list[Work] = []
         self._prefilling: list[Work] = []
-        self._decoding: dict[int, Work] = {}  # by the number under which each joined, rising
-        self._joins = 0
-        self._ends: list[tuple[int, int]] = []  # heap of (step after which it is complete, its number in _decoding)
-        self._phase = [0] * block_tokens  # how many need a block at steps with this remainder
-        self._context_tokens = 0
-        self._step = 0
+        self._decoding = DecodeBatch(block_tokens)
         # The stretch under way: ``steps`` iterations from ``start_ms`` on, the last one's end at ``next_ms``.
         self._steps = 0
         self._claimed = 0  # blocks taken beforehand for the steps after its first
@@ -86,7 +81,7 @@ class SkippingEngine:
     @property
     def empty(self) -> bool:
         """Whether no job is here, but for what is pinned."""
-        return not (self._waiting or self._ready or self._prefilling or self._decoding or self._lending)
+        return not (self._waiting or self._ready or self._prefilling or len(self._decoding) or self._lending)
 
     @property
     def free_kv_fraction(self) -> float:
@@ -195,7 +190,7 @@ class SkippingEngine:
     def _claim(self) -> None:
         """Take now what the stretch under way was planned to take by its end: somebody else is about to take blocks."""
         if self._steps > 1:
-            needed = self._needed(self._steps)
+            needed = self._decoding.blocks_for(self._steps)
             self.pool.own(needed - self._claimed)
             self._claimed = needed
 
@@ -203,13 +198,13 @@ class SkippingEngine:
 
     def _begin(self, now_ms: float) -> None:
         """Plan the next stretch; go idle when nothing can run."""
-        if self._decoding:
+        if len(self._decoding):
             self._make_room()
         self._joined = []
         while self._ready and self._places():
             work = self._ready.popleft()
             self._joined.append(work)
-            self._enter(work)
+            self._decoding.enter(work)
         batch = len(self._decoding)
         self._chunks = self._plan_chunks(batch)
         self._batch = batch
@@ -220,8 +215,8 @@ class SkippingEngine:
             self._steps = 1
             self.next_ms = now_ms + self._price(batch)
         elif batch:
-            most = 1 if self._joined or self._lending or self._events else self._most_steps(batch)
-            self._pace = Pace(self.profile, batch, self._context_tokens, self.time_scale, most)
+            most = 1 if self._joined or self._lending or self._events else self._most_steps()
+            self._pace = Pace(self.profile, batch, self._decoding.context_tokens, self.time_scale, most)
             self._steps = most
             self.next_ms = now_ms + self._pace.ms(most)
         else:
@@ -253,7 +248,7 @@ class SkippingEngine:
             attention += new * (new + 2 * work.computed)
         cached = round((attention / tokens - tokens) / 2)
         profile = self.profile
-        context = self._context_tokens / batch if batch else 0.0
+        context = self._decoding.context_tokens / batch if batch else 0.0
         duration = profile.iteration_ms(tokens, cached, batch, context) * self.time_scale
         self._prefill_ms = duration
         if batch:
@@ -261,34 +256,14 @@ class SkippingEngine:
             self._prefill_ms *= alone / (alone + profile.step_ms_at(batch, context))
         return duration
 
-    def _most_steps(self, batch: int) -> int:
+    def _most_steps(self) -> int:
         """How many decode steps may pass before anything must be looked at."""
-        until_end = self._ends[0][0] - self._step
+        decoding = self._decoding
         pool = self.pool
-        within_memory = self._steps_within(batch, pool.available)
+        within_memory = decoding.steps_within(pool.available)
         lowest = math.ceil(free_kv_fraction(free_kv_level(pool.available / pool.total)) * pool.total)
-        within_level = self._steps_within(batch, pool.available - lowest) + 1 if lowest else within_memory
-        return max(1, min(until_end, within_memory, within_level))
-
-    def _steps_within(self, batch: int, blocks: int) -> int:
-        """How many steps can be made, the first of which has its blocks already, with ``blocks`` more."""
-        cycles, left = divmod(blocks, batch)
-        size, phase = self._block_tokens, self._phase
-        steps = 1 + cycles * size
-        for ahead in range(1, size):
-            left -= phase[(self._step + ahead) % size]
-            if left < 0:
-                break
-            steps += 1
-        return steps
-
-    def _needed(self, steps: int) -> int:
-        """Blocks that ``steps`` steps from the present one on take besides the first step's."""
-        cycles, rest = divmod(steps - 1, self._block_tokens)
-        needed = cycles * self._batch
-        for ahead in range(1, rest + 1):
-            needed += self._phase[(self._step + ahead) % self._block_tokens]
-        return needed
+        within_level = decoding.steps_within(pool.available - lowest) + 1 if lowest else within_memory
+        return max(1, min(decoding.steps_to_end, within_memory, within_level))
 
     def _admit(self, work: Work) -> bool:
         block_tokens = self._block_tokens
@@ -313,23 +288,21 @@ class SkippingEngine:
 
     def _make_room(self) -> None:
         """A block for each sequence that needs one for this step, the oldest first."""
-        remainder = self._step % self._block_tokens
-        needed = self._phase[remainder]
+        needed = self._decoding.short
         if needed <= self.pool.available:
             if needed:
                 self.pool.own(needed)
             return
-        short = [work for work in self._decoding.values() if self._residue(work) == remainder]
-        for work in sorted(short, key=_order):
+        for work in sorted(self._decoding.short_works(), key=_order):
             while work.stage is Stage.DECODE:
                 if self.pool.available:
                     self.pool.own(1)
                     break
-                self._preempt(max((*self._decoding.values(), *self._prefilling), key=_order))
+                self._preempt(max((*self._decoding.works, *self._prefilling), key=_order))
 
     def _preempt(self, victim: Work) -> None:
         if victim.stage is Stage.DECODE:
-            self._leave(victim)
+            self._decoding.leave(victim)
             computed = victim.computed
             blocks = self._blocks(computed)
         else:
@@ -361,18 +334,18 @@ class SkippingEngine:
         self.prefill_busy_ms += self._prefill_ms
         self._steps = 0
         if self._batch:
-            more = self._needed(steps) - self._claimed
+            more = self._decoding.blocks_for(steps) - self._claimed
             self._claimed = 0
             if more > 0:
                 self.pool.own(more)
             else:
                 self.pool.free -= more  # the stretch was cut short
-            self._step += steps
-            self._context_tokens += steps * self._batch
+            self._decoding.make(steps)
             if self._cancelled:
                 self._end_cancelled()
             self._events += [(FIRST, work) for work in self._joined if work.stage is Stage.DECODE]
-            self._end_complete()
+            for work in self._decoding.complete():
+                self._end(work, self._blocks(work.computed), FINISHED)
         if self._chunks:
             chunks, self._chunks = self._chunks, []
             for work, tokens in chunks:
@@ -383,16 +356,6 @@ class SkippingEngine:
         for work in self._cancelled:
             if work.stage is Stage.DECODE:
                 self._drop(work)
-
-    def _end_complete(self) -> None:
-        ends = self._ends
-        while ends and ends[0][0] <= self._step:
-            _, number = heappop(ends)
-            work = self._decoding.get(number)
-            if work is None or work.finish_step > self._step:
-                continue
-            self._leave(work)
-            self._end(work, self._blocks(work.computed), FINISHED)
 
     def _end_chunk(self, work: Work, tokens: int) -> None:
         work.computed += tokens
@@ -415,33 +378,7 @@ class SkippingEngine:
         if work.generated >= work.output_tokens:
             self._end(work, self._blocks(work.goal), FINISHED)
         else:
-            self._enter(work)
-
-    def _enter(self, work: Work) -> None:
-        """From the next step on (this one, if its KV came by transfer) it decodes."""
-        work.stage = Stage.DECODE
-        # With g tokens generated, the last of them has no KV yet: the next step computes that position.
-        work.computed = work.prompt_tokens + work.generated - 1
-        work.join_step = self._step
-        work.finish_step = self._step + work.output_tokens - work.generated
-        self._context_tokens += work.prompt_tokens + work.generated
-        self._phase[self._residue(work)] += 1
-        number = self._joins
-        self._joins += 1
-        self._decoding[number] = work
-        work.number = number
-        heappush(self._ends, (work.finish_step, number))
-
-    def _leave(self, work: Work) -> None:
-        """Take it out of the batch, with what it has done there."""
-        steps = self._step - work.join_step
-        self._phase[self._residue(work)] -= 1
-        self._context_tokens -= work.prompt_tokens + work.generated + steps
-        work.generated += steps
-        work.computed += steps
-        del self._decoding[work.number]
-        while self._ends and self._ends[0][1] not in self._decoding:
-            heappop(self._ends)
+            self._decoding.enter(work)
 
     def _end(self, work: Work, blocks: int, event: int) -> None:
         self._backlog.put(work, 0, 0)
@@ -463,16 +400,8 @@ class SkippingEngine:
             self._prefilling.remove(work)
             self.pool.release(work, self._blocks(work.goal), work.computed // self._block_tokens)
         elif stage is Stage.DECODE:
-            self._leave(work)
+            self._decoding.leave(work)
             self.pool.release(work, self._blocks(work.computed), work.computed // self._block_tokens)
-
-    def _residue(self, work: Work) -> int:
-        """At which steps, modulo the block size, a decoding job needs a block."""
-        return (work.join_step - (work.prompt_tokens + self._generated_at_join(work) - 1)) % self._block_tokens
-
-    @staticmethod
-    def _generated_at_join(work: Work) -> int:
-        return work.output_tokens - (work.finish_step - work.join_step)
 
     def _places(self) -> int:
         return self._max_batch - len(self._decoding) - len(self._prefilling)

@@ -12,14 +12,14 @@ from quartet_sim.simulation.spec import FleetSpec, parse_fleet
 from quartet_sim.simulation.workload import Part, Workload
 
 TRAIN: Final[Mapping[str, tuple[float, float]]] = {
-    "azure-conv": (0.0, 875.0),
+    "azure-conv": (0.0, 600.0),
     "azure-code": (0.0, 820.0),
-    "mooncake": (0.0, 900.0),
+    "mooncake": (0.0, 600.0),
 }
 TEST: Final[Mapping[str, tuple[float, float]]] = {
-    "azure-conv": (875.0, 875.0),
+    "azure-conv": (875.0, 600.0),
     "azure-code": (820.0, 820.0),
-    "mooncake": (900.0, 900.0),
+    "mooncake": (900.0, 600.0),
 }
 """By trace: where the part begins, and how long it is, in seconds of the trace."""
 
@@ -36,19 +36,19 @@ FLEETS: Final[Mapping[tuple[str, str], FleetSpec]] = {
 the targets, so the third fleet has no 70B."""
 
 LOADS: Final[Mapping[tuple[str, str, str], float]] = {
-    ("8 H100", SMALL, "azure-conv"): 260.0,
-    ("8 H100", SMALL, "azure-code"): 120.0,
-    ("8 H100", SMALL, "mooncake"): 10.0,
-    ("4 H100 + 12 L40S", SMALL, "azure-conv"): 230.0,
-    ("4 H100 + 12 L40S", SMALL, "azure-code"): 90.0,
-    ("4 H100 + 12 L40S", SMALL, "mooncake"): 7.5,
-    ("2 H100 + 24 L40S", SMALL, "azure-conv"): 250.0,
+    ("8 H100", SMALL, "azure-conv"): 250.0,
+    ("8 H100", SMALL, "azure-code"): 150.0,
+    ("8 H100", SMALL, "mooncake"): 11.0,
+    ("4 H100 + 12 L40S", SMALL, "azure-conv"): 220.0,
+    ("4 H100 + 12 L40S", SMALL, "azure-code"): 100.0,
+    ("4 H100 + 12 L40S", SMALL, "mooncake"): 8.0,
+    ("2 H100 + 24 L40S", SMALL, "azure-conv"): 230.0,
     ("2 H100 + 24 L40S", SMALL, "azure-code"): 90.0,
-    ("2 H100 + 24 L40S", SMALL, "mooncake"): 8.0,
-    ("8 H100", LARGE, "azure-conv"): 18.0,
-    ("8 H100", LARGE, "mooncake"): 0.9,
-    ("4 H100 + 12 L40S", LARGE, "azure-conv"): 10.0,
-    ("4 H100 + 12 L40S", LARGE, "mooncake"): 0.5,
+    ("2 H100 + 24 L40S", SMALL, "mooncake"): 7.0,
+    ("8 H100", LARGE, "azure-conv"): 16.0,
+    ("8 H100", LARGE, "mooncake"): 0.85,
+    ("4 H100 + 12 L40S", LARGE, "azure-conv"): 8.0,
+    ("4 H100 + 12 L40S", LARGE, "mooncake"): 0.45,
 }
 """Requests a second by fleet, model and trace. Where a trace is missing it is left out: the 70B gets two traces."""
 
