@@ -102,7 +102,7 @@ class Site:
         self.prefill_busy_ms = 0.0
         self.peak_kv_share = 0.0
         self._closed = False
-        self.preemptions = 0
+        self._preempted = 0  # in former lives
 
     def _engine(self) -> SkippingEngine:
         return SkippingEngine(
