@@ -15,6 +15,7 @@ from typing import Any
 RUNS = 3
 WORKERS = 64
 SPEEDS = (1.0, 8.0)
+POLICY = "finish-time"
 
 _CODE = """
 import json, resource, sys, time
@@ -38,31 +39,30 @@ print(json.dumps({
 """
 
 
-def _once(speed: float, policy: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", _CODE, str(speed), policy], check=True, capture_output=True, text=True)
+def _once(speed: float) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", _CODE, str(speed), POLICY], check=True, capture_output=True, text=True)
     figures: dict[str, Any] = json.loads(done.stdout)
     return figures
 
 
 def run() -> Iterator[dict[str, Any]]:
-    """One line for each speed and policy; raises if two runs of the same were not the same."""
+    """One line for each speed; raises if two runs of the same were not the same."""
     for speed in SPEEDS:
-        for policy in ("finish-time", "round-robin"):
-            found = [_once(speed, policy) for _ in range(RUNS)]
-            if len({each["log_hash"] for each in found}) != 1:
-                raise AssertionError(f"{policy} at speed {speed}: the same run went otherwise")
-            walls = [each["wall_s"] for each in found]
-            yield {
-                "bench": "simulate",
-                "config": {
-                    "trace": "mooncake", "speed": speed, "workers": WORKERS, "policy": policy,
-                    "requests": found[0]["requests"], "simulated_s": round(found[0]["simulated_s"], 1),
-                },
-                "wall_s": round(statistics.median(walls), 2),
-                "cpu_s": round(statistics.median(each["cpu_s"] for each in found), 2),
-                "rss_mb": round(max(each["rss_mb"] for each in found), 1),
-                "events": found[0]["events"],
-                "decisions": found[0]["decisions"],
-                "runs": RUNS,
-                "spread": round(max(walls) - min(walls), 2),
-            }  # fmt: skip
+        found = [_once(speed) for _ in range(RUNS)]
+        if len({each["log_hash"] for each in found}) != 1:
+            raise AssertionError(f"at speed {speed}: the same run went otherwise")
+        walls = [each["wall_s"] for each in found]
+        yield {
+            "bench": "simulate",
+            "config": {
+                "trace": "mooncake", "speed": speed, "workers": WORKERS, "policy": POLICY,
+                "requests": found[0]["requests"], "simulated_s": round(found[0]["simulated_s"], 1),
+            },
+            "wall_s": round(statistics.median(walls), 2),
+            "cpu_s": round(statistics.median(each["cpu_s"] for each in found), 2),
+            "rss_mb": round(max(each["rss_mb"] for each in found), 1),
+            "events": found[0]["events"],
+            "decisions": found[0]["decisions"],
+            "runs": RUNS,
+            "spread": round(max(walls) - min(walls), 2),
+        }  # fmt: skip

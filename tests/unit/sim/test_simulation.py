@@ -85,22 +85,22 @@ FLEETS = st.lists(
     st.tuples(
         st.sampled_from(["H100_SXM5", "L40S_PCIE"]),
         st.integers(1, 3),
-        st.sampled_from(["both", "both", "prefill", "decode"]),
+        st.sampled_from(["both", "prefill", "decode"]),
         st.sampled_from([1.0, 2.5]),
         st.sampled_from([4, 64]),
     ),
     min_size=1,
-    max_size=3,
+    max_size=4,
 )
 REQUESTS = st.lists(
     st.tuples(
-        st.floats(0.0, 120.0),  # gap
-        st.integers(1, 9000),  # prompt
-        st.integers(1, 60),  # output
-        st.integers(0, 3),  # family
-        st.booleans(),  # follows the one before
+        st.floats(0.0, 60.0),  # gap
+        st.one_of(st.integers(1, 1500), st.integers(2_000, 9_000), st.integers(60_000, 110_000)),  # prompt
+        st.one_of(st.integers(1, 60), st.integers(300, 4_000)),  # output
+        st.integers(0, 2),  # family
+        st.sampled_from([False, False, True]),  # follows the one before
     ),
-    min_size=1,
+    min_size=5,
     max_size=30,
 )
 SETTINGS = st.builds(
@@ -124,7 +124,7 @@ SETTINGS = st.builds(
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(FLEETS, REQUESTS, SETTINGS, st.sampled_from(sorted(POLICIES)))
+@given(FLEETS, REQUESTS, SETTINGS, st.sampled_from([*["finish-time"] * len(POLICIES), *sorted(POLICIES)]))
 def test_every_request_ends_once_and_nothing_is_left_behind(groups, asked, how, policy):
     fleet = FleetSpec(
         tuple(
@@ -258,3 +258,36 @@ def test_fleets_are_read_as_they_are_written():
     assert (first.hardware, first.tp, first.count, first.most, first.role) == ("L40S_PCIE", 4, 2, 5, "decode")
     assert (second.hardware, second.tp, second.precision, second.most) == ("H100_SXM5", 4, "fp8", None)
     assert fleet.price_per_hour(CATALOGUE) == pytest.approx(8 * 1.0 + 4 * 3.5)
+
+
+def test_a_prefix_is_fetched_where_its_holder_has_no_time():
+    fleet = parse_fleet("3xH100_SXM5:llama-3.1-8b/fp8")
+    units = tuple(range(120))
+
+    def one(number, at_ms):
+        return Request(
+            number=number,
+            at_ms=at_ms,
+            model=MODEL,
+            prompt_tokens=62_000,
+            output_tokens=20,
+            slo=INTERACTIVE,
+            units=units,
+        )
+
+    requests = [one(0, 0.0), *(one(number, 20_000.0 + number) for number in range(1, 12))]
+    fetching = simulate(CATALOGUE, fleet, requests, settings=Settings(split=False))
+    computing = simulate(CATALOGUE, fleet, requests, settings=Settings(split=False, fetch=False))
+    assert fetching.fetches > 0
+    assert computing.fetches == 0
+    assert fetching.ttft_ms.mean < computing.ttft_ms.mean
+    assert fetching.finished == 12
+
+
+def test_memory_that_runs_out_preempts_the_youngest_and_all_answers_come():
+    fleet = parse_fleet("1xL40S_PCIE:llama-3.1-8b/bf16")
+    requests = arrivals(60, 5.0, prompt=2500, output=3500, units=False)
+    figures = simulate(CATALOGUE, fleet, requests, policy="least-loaded", settings=Settings(drain_ms=1e9))
+    assert figures.preemptions > 0
+    assert figures.finished == 60
+    assert max(each.peak_kv_share for each in figures.classes) > 0.95

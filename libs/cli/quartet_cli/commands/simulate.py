@@ -113,7 +113,7 @@ def _study(arguments: argparse.Namespace) -> int:
         if name not in studies.STUDIES:
             raise CommandFailed(f"--study {name}: no such study; there are: {', '.join(studies.STUDIES)}, all", 2)
     for name in names:
-        with _progress() as told:
+        with _Bar() as told:
             made = studies.STUDIES[name](arguments.jobs, told)
         print(studies.markdown(made))
     return 0
@@ -136,7 +136,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         for seed in wanted.seeds
     ]  # fmt: skip
     wanted.fleet.check(catalogue or builtin())
-    with _progress() as told:
+    with _Bar() as told:
         outcomes = compare.run_all(cases, arguments.jobs, lambda case, _: told(len(cases), case.policy), catalogue)
     groups: dict[str, list[Outcome]] = {}
     for case, outcome in zip(cases, outcomes, strict=True):
@@ -178,7 +178,7 @@ def _knees(arguments: argparse.Namespace, wanted: Asked, catalogue: Catalogue | 
     ]  # fmt: skip
     found: dict[str, list[list[knee.Knee]]] = {policy: [] for policy in wanted.policies}
     in_order: list[list[knee.Knee]] = [[] for _ in sought]
-    with _progress() as told:
+    with _Bar() as told:
         for place, knees in compare.each(knee.find, sought, arguments.jobs, catalogue):
             in_order[place] = knees
             told(len(sought), sought[place].case.policy)
@@ -219,7 +219,7 @@ def _write_json(path: Path | None, figures: object) -> None:
         path.write_bytes(text)
 
 
-class _progress:  # noqa: N801 (used as a function)
+class _Bar:
     """A bar on standard error while that is a terminal; nothing at all elsewhere."""
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ class Site:
         self.prefill_busy_ms = 0.0
         self.peak_kv_share = 0.0
         self._closed = False
-        self.preemptions = 0
+        self._preempted = 0  # in former lives
 
     def _engine(self) -> SkippingEngine:
         return SkippingEngine(
@@ -113,6 +113,11 @@ class Site:
             max_batch=self.group.max_batch,
             time_scale=self.group.slowdown,
         )
+
+    @property
+    def preemptions(self) -> int:
+        """How often a job lost its blocks here."""
+        return self._preempted + self.engine.preemptions
 
     @property
     def gpus(self) -> int:
@@ -155,6 +160,7 @@ class Site:
         """Lose everything."""
         self.count(now_ms)
         self.alive = False
+        self._preempted += self.engine.preemptions
         self.engine = self._engine()
         self.counters = AffinityCounters(*self._affinity_shape)
         self.words.clear()
@@ -174,8 +180,6 @@ class Site:
         busy_ms, prefill_ms = self.engine.busy_until(now_ms)
         self.busy_ms += busy_ms
         self.prefill_busy_ms += prefill_ms
-        self.preemptions += self.engine.preemptions
-        self.engine.preemptions = 0
         self.paid_ms += now_ms - self.since_ms
         self.since_ms = now_ms
 

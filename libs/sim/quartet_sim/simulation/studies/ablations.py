@@ -15,7 +15,7 @@ from quartet_sim.simulation.studies.table import Table, Told, mean_and_reach
 
 SEEDS: Final = (41, 42)
 FLEET: Final = "4 H100 + 12 L40S"
-TRACES: Final = ("azure-conv", "azure-code", "mooncake")
+TRACES: Final = ("azure-code", "mooncake")
 
 PARTS: Final[Mapping[str, Settings]] = {
     "everything": Settings(),
@@ -23,9 +23,7 @@ PARTS: Final[Mapping[str, Settings]] = {
     "without ledger": Settings(ledger=False, hold=False),
     "without affinity": Settings(affinity=False),
     "without split": Settings(split=False),
-    "without fetch": Settings(fetch=False),
     "without the long-prompt filter": Settings(long_prompt_tokens=1 << 30),
-    "without filter and split": Settings(long_prompt_tokens=1 << 30, split=False),
 }
 AGES_MS: Final = (0.5, 50.0, 1_000.0, 10_000.0)
 

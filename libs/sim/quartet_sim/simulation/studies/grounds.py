@@ -12,14 +12,14 @@ from quartet_sim.simulation.spec import FleetSpec, parse_fleet
 from quartet_sim.simulation.workload import Part, Workload
 
 TRAIN: Final[Mapping[str, tuple[float, float]]] = {
-    "azure-conv": (0.0, 600.0),
-    "azure-code": (0.0, 820.0),
-    "mooncake": (0.0, 600.0),
+    "azure-conv": (0.0, 400.0),
+    "azure-code": (0.0, 600.0),
+    "mooncake": (0.0, 400.0),
 }
 TEST: Final[Mapping[str, tuple[float, float]]] = {
-    "azure-conv": (875.0, 600.0),
-    "azure-code": (820.0, 820.0),
-    "mooncake": (900.0, 600.0),
+    "azure-conv": (900.0, 400.0),
+    "azure-code": (820.0, 600.0),
+    "mooncake": (900.0, 400.0),
 }
 """By trace: where the part begins, and how long it is, in seconds of the trace."""
 
@@ -46,11 +46,9 @@ LOADS: Final[Mapping[tuple[str, str, str], float]] = {
     ("2 H100 + 24 L40S", SMALL, "azure-code"): 90.0,
     ("2 H100 + 24 L40S", SMALL, "mooncake"): 7.0,
     ("8 H100", LARGE, "azure-conv"): 16.0,
-    ("8 H100", LARGE, "mooncake"): 0.85,
     ("4 H100 + 12 L40S", LARGE, "azure-conv"): 8.0,
-    ("4 H100 + 12 L40S", LARGE, "mooncake"): 0.45,
 }
-"""Requests a second by fleet, model and trace. Where a trace is missing it is left out: the 70B gets two traces."""
+"""Requests a second by fleet, model and trace. The 70B gets one trace."""
 
 
 def workload(trace: str, model: str, rate_per_s: float, halves: Mapping[str, tuple[float, float]] = TEST) -> Workload:

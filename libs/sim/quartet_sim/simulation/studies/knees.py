@@ -7,29 +7,46 @@ from quartet_sim.simulation import compare, knee
 from quartet_sim.simulation.compare import Case
 from quartet_sim.simulation.knee import Knee, Sought
 from quartet_sim.simulation.policies import OURS
+from quartet_sim.simulation.spec import Settings
 from quartet_sim.simulation.studies.grounds import FLEETS, LOADS, SMALL, workload
+from quartet_sim.simulation.studies.policies import UNFILTERED
 from quartet_sim.simulation.studies.table import Table, Told, mean_and_reach
 
 SEEDS: Final = (21, 22)
 SHARES: Final = (0.9, 0.97)
-POLICIES: Final = (OURS, "block-cost", "least-loaded", "round-robin")
-"""Ours; the best two baselines of the ``policies`` study; and the one that the article means by blind."""
+RULES: Final[Mapping[str, tuple[str, Settings]]] = {
+    "finish-time, no filter": (OURS, UNFILTERED),
+    "finish-time, as configured": (OURS, Settings()),
+    "block-cost": ("block-cost", UNFILTERED),
+    "round-robin": ("round-robin", UNFILTERED),
+}
+"""Ours, the first of which the others are held against; the best baseline of the ``policies`` study, which sees load
+and cache but no hardware; and one that sees nothing."""
+
+FIRST: Final = next(iter(RULES))
+
+PLACES: Final = (
+    ("8 H100", SMALL, "mooncake"),
+    ("4 H100 + 12 L40S", SMALL, "azure-code"),
+    ("4 H100 + 12 L40S", SMALL, "mooncake"),
+)
 
 _Found = Mapping[tuple[str, str, str, str], list[list[Knee]]]
-"""By fleet, model, trace and policy: for each seed, a knee for each share."""
+"""By fleet, model, trace and rule: for each seed, a knee for each share."""
 
 
 def study(jobs: int, told: Told) -> Sequence[Table]:
     """Knees, what a blind balancer loses, and who waits at the knee."""
-    keys = [(*place, policy) for place in LOADS for policy in POLICIES if place[1] == SMALL]
+    keys = [(*place, rule) for place in PLACES for rule in RULES]
     sought = [
         Sought(
             Case(
                 name=" ".join(key),
                 fleet=FLEETS[key[0], key[1]],
                 workload=workload(key[2], key[1], LOADS[key[0], key[1], key[2]]),
-                policy=key[3],
+                policy=RULES[key[3]][0],
                 seed=seed,
+                settings=RULES[key[3]][1],
             ),
             SHARES,
         )
@@ -44,14 +61,10 @@ def study(jobs: int, told: Told) -> Sequence[Table]:
     return [_knees(found), _blind(found), _buckets(found)]
 
 
-def _places() -> list[tuple[str, str, str]]:
-    return [place for place in LOADS if place[1] == SMALL]
-
-
 def _knees(found: _Found) -> Table:
     rows = []
-    for place in _places():
-        for policy in POLICIES:
+    for place in PLACES:
+        for policy in RULES:
             row = [place[0], place[2], policy]
             for number in range(len(SHARES)):
                 knees = [of_seed[number] for of_seed in found[*place, policy]]
@@ -71,16 +84,16 @@ def _knees(found: _Found) -> Table:
 
 def _blind(found: _Found) -> Table:
     rows = []
-    for place in _places():
-        ours = _rates(found[*place, OURS])
+    for place in PLACES:
+        ours = _rates(found[*place, FIRST])
         row = [place[0], place[2]]
-        for policy in POLICIES[1:]:
+        for policy in list(RULES)[1:]:
             others = _rates(found[*place, policy])
             row.append(" / ".join(f"{100 * (1 - o / max(us, 1e-9)):+.0f}" for us, o in zip(ours, others, strict=True)))
         rows.append(tuple(row))
     return Table(
-        "How much less than ours each carries, in %, at 90 / 97 %",
-        ("fleet", "trace", *POLICIES[1:]),
+        f"How much less than {FIRST} each carries, in %, at 90 / 97 %",
+        ("fleet", "trace", *list(RULES)[1:]),
         tuple(rows),
         "Positive: the other policy's knee is so much below ours; negative: above. From the table before.",
     )
@@ -93,8 +106,8 @@ def _rates(of_seeds: list[list[Knee]]) -> list[float]:
 def _buckets(found: _Found) -> Table:
     names = ("under 1k", "1k to 4k", "4k to 16k", "16k to 64k", "over 64k")
     rows = []
-    for place in _places():
-        for policy in (OURS, "block-cost"):
+    for place in PLACES:
+        for policy in (FIRST, "block-cost"):
             outcomes = [seed[0].outcome for seed in found[*place, policy]]
             row = [place[0], place[2], policy]
             for name in names:

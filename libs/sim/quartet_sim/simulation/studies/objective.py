@@ -25,15 +25,13 @@ RULES: Final[Mapping[str, tuple[str, Settings]]] = {
     "no filter, no split, sum of ratios": ("sum", Settings(long_prompt_tokens=_NO_FILTER, split=False)),
     "no filter, no split, sum of squares": ("squares", Settings(long_prompt_tokens=_NO_FILTER, split=False)),
     "no filter, squares, split if < 0.7": ("squares-clear-split", Settings(long_prompt_tokens=_NO_FILTER)),
-    "least-loaded": ("least-loaded", Settings()),
-    "block-cost": ("block-cost", Settings()),
+    "block-cost, no filter": ("block-cost", Settings(long_prompt_tokens=_NO_FILTER)),
 }  # fmt: skip
 
 GROUNDS: Final[Mapping[tuple[str, str, str], float]] = {
     ("4 H100 + 12 L40S", SMALL, "azure-conv"): 230.0,
     ("4 H100 + 12 L40S", SMALL, "azure-code"): 110.0,
     ("4 H100 + 12 L40S", SMALL, "mooncake"): 9.5,
-    ("8 H100", SMALL, "mooncake"): 12.0,
     ("4 H100 + 12 L40S", LARGE, "azure-conv"): 10.0,
 }
 """Loads at or a little above the knee, where objectives differ."""

@@ -1,4 +1,4 @@
-"""Every policy on every fleet, at a load that the better ones carry with about 95 % of requests within their targets."""
+"""Every policy on every fleet, at a load that the better ones carry with some 95 % of requests within targets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -13,7 +13,7 @@ from quartet_sim.simulation.spec import Settings
 from quartet_sim.simulation.studies.grounds import FLEETS, LOADS, workload
 from quartet_sim.simulation.studies.table import Table, Told, mean_and_reach
 
-SEEDS: Final = (11, 12, 13)
+SEEDS: Final = (11, 12)
 
 UNFILTERED: Final = Settings(long_prompt_tokens=1 << 30)
 """Without the filter that keeps long uncached prompts to long-context classes: it is ours, not the other policies'."""
