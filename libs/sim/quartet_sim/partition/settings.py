@@ -133,6 +133,10 @@ def _ray(stages: Sequence[Stage], nodes: Sequence[str]) -> list[str]:
     for node in nodes:
         ordinals = ",".join(gpu.split(":")[1] for stage in stages if stage.node == node for gpu in stage.gpus)
         lines.append(f"#   {node}: export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={ordinals}")
+    for node in nodes:
+        ordinals_in_line = [int(gpu.split(":")[1]) for stage in stages if stage.node == node for gpu in stage.gpus]
+        if ordinals_in_line != sorted(ordinals_in_line):
+            lines.append(f"# Ray sorts a node's cards by number: renumber those of {node}, and check the log.")
     followers = [counts[node] for node in nodes[1:]]
     lines.append("# Ranks are sorted: the head's first, then nodes with fewer workers, then by IP address.")
     if followers != sorted(followers):

@@ -198,6 +198,14 @@ def test_ranks_that_ray_would_sort_otherwise_are_warned_of():
     assert "NOT the stages' order" not in settings.vllm(placed(in_order, nodes), Limits())
 
 
+def test_cards_that_ray_would_sort_within_a_node_are_warned_of():
+    nodes = parse_nodes("1xH100_SXM5+1xL40S_PCIE,1xL40S_PCIE")
+    swapped = placed([(1, 1, "fp8", 20), (0, 1, "fp8", 50), (2, 1, "fp8", 10)], nodes)
+    assert "renumber those of n0" in settings.vllm(swapped, Limits())
+    in_order = placed([(0, 1, "fp8", 50), (1, 1, "fp8", 20), (2, 1, "fp8", 10)], nodes)
+    assert "renumber" not in settings.vllm(in_order, Limits())
+
+
 def test_tensorrt_llm_gets_a_file_that_is_yaml_and_a_share_of_what_is_free():
     made = placed([(0, 1, "fp8", 50), (1, 1, "fp8", 30)], parse_nodes("1xH100_SXM5,1xL40S_PCIE"))
     text = settings.tensorrt_llm(made, Limits())
