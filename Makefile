@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 ONLY ?=
 
-.PHONY: help demo up test check bench proto clean
+.PHONY: help demo up test check bench study proto clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
@@ -32,6 +32,9 @@ check: $(READY) ## lint, format, strict types, import rules, fitted profiles, th
 
 bench: $(READY) ## measured figures, one JSON line each (ONLY=decision)
 	@$(BIN)/python tests/perf/run.py $(ONLY)
+
+study: $(READY) ## the simulator's tables in docs/simulation.md (ONLY=policies; all of them take about an hour)
+	@$(BIN)/quartet simulate --study $(or $(ONLY),all)
 
 proto: $(READY) ## generate the gRPC stubs anew
 	$(BIN)/python libs/rpc/generate.py

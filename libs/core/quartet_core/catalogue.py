@@ -121,6 +121,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     ``weight_bytes`` per precision are the whole model's. KV is BF16; ``kv_bytes_per_token`` may be given where the
     usual formula does not hold (latent attention: give it, with ``kv_heads`` 1). ``tags`` are its categories.
+    ``hidden``, ``heads``, ``intermediate`` and ``vocab`` say what one layer holds; 0 means that nobody told, and then
+    the model cannot be cut into stages (``quartet_sim.partition``).
     """
 
     name: str
@@ -131,6 +133,10 @@ class ModelSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_context: int
     given_kv_bytes_per_token: int | None = field(default=None, name="kv_bytes_per_token")
     block_tokens: int = 16
+    hidden: int = 0
+    heads: int = 0
+    intermediate: int = 0
+    vocab: int = 0
     tags: tuple[str, ...] = ()
     source: str = ""
 

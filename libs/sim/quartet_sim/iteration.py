@@ -1,5 +1,7 @@
 """What one engine iteration does, what it costs by the profile, and how its time is shared among its jobs."""
 
+from typing import Protocol
+
 from msgspec import Struct
 
 from quartet_core.profile import Profile
@@ -62,6 +64,13 @@ def price(iteration: Iteration, profile: Profile, context: float, time_scale: fl
         chunk.gpu_ms = weight * per_weight
 
 
+class Queued(Protocol):
+    """What a backlog notes on each job: its tokens to compute, and their time."""
+
+    queued_tokens: int
+    queued_ms: float
+
+
 class Backlog:
     """Prefill that waits or is partly done, as predicted time; kept up to date by differences."""
 
@@ -78,7 +87,7 @@ class Backlog:
         """Prompt tokens still to be computed."""
         return self._tokens
 
-    def put(self, sequence: EngineSequence, done: int, remaining: int) -> None:
+    def put(self, sequence: Queued, done: int, remaining: int) -> None:
         """Say that ``sequence`` has ``remaining`` tokens to compute behind ``done``, and no other."""
         profile = self._profile
         work_ms = remaining * (profile.b_ms_per_token + profile.c_ms_per_token2 * (remaining + 2 * done))

@@ -29,12 +29,14 @@ class StepRow(NamedTuple):
 
 
 class ServedRow(NamedTuple):
-    """``concurrency`` clients, each at once sending the next request, saw ``tpot_ms`` per output token."""
+    """``concurrency`` clients, each at once sending the next request, saw ``tpot_ms`` per output token, and the first
+    one after ``ttft_ms``."""
 
     prompt_tokens: int
     output_tokens: int
     concurrency: int
     tpot_ms: float
+    ttft_ms: float = 0.0
 
 
 class Rows(NamedTuple):
@@ -118,7 +120,13 @@ def served_rows() -> dict[ProfileKey, list[ServedRow]]:
             continue
         key = _HARDWARE[row["system"]], _MODELS[row["model_path"]], _PRECISIONS[row["precision"]]
         found.setdefault((*key, int(float(row["tp_size"]))), []).append(
-            ServedRow(int(row["isl"]), int(row["osl"]), int(float(row["concurrency"])), float(row["silicon_tpot_ms"]))
+            ServedRow(
+                int(row["isl"]),
+                int(row["osl"]),
+                int(float(row["concurrency"])),
+                float(row["silicon_tpot_ms"]),
+                float(row["silicon_ttft_ms"]),
+            )
         )
     return found
 

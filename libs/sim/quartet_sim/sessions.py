@@ -9,17 +9,17 @@ ids mean nothing outside of their own; both are made here:
   blocks within these parts get the ids of the first agent that has them, model by model. Everything else is private.
 """
 
-import gzip
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import resources
 from itertools import count
 from random import Random
 from typing import Final
 
 import msgspec
 from msgspec import Struct, field
+
+from quartet_sim.traces import WrongTrace, file_lines, shipped
 
 SESSION_BLOCK_TOKENS: Final = 64
 
@@ -32,7 +32,9 @@ class SessionRequest(Struct, frozen=True):
 
     ``at_s`` counts from the session's start until ``overlay`` makes it absolute. ``blocks`` are ids of the prompt's
     whole 64-token blocks: an equal id is an equal prefix of the same model up to and including that block. The first
-    ``shared_blocks`` are tools and system prompt, which other sessions may have too.
+    ``shared_blocks`` are tools and system prompt, which other sessions may have too. ``follows`` is the number of the
+    request before it of the same agent (of a nested agent's first one, of the agent that started it), −1 for a
+    session's first; ``think_s`` is how long after that one's end it came: tools ran, or a person read.
     """
 
     number: int
@@ -43,6 +45,8 @@ class SessionRequest(Struct, frozen=True):
     output_tokens: int
     blocks: "array[int]"
     shared_blocks: int
+    follows: int = -1
+    think_s: float = 0.0
 
 
 class _Row(Struct):
@@ -57,6 +61,7 @@ class _Row(Struct):
     requests: "tuple[_Row, ...]" = ()
     tool_tokens: int = 0
     system_tokens: int = 0
+    think_time: float = 0.0
 
 
 class _Session(Struct):
@@ -67,12 +72,24 @@ class _Session(Struct):
 
 def agentic_sessions() -> list[list[SessionRequest]]:
     """96 sessions of 6,588 requests in all, each in order of arrival, in times from its own start."""
-    data = resources.files("quartet_sim").joinpath("data", "traces", "agentic_claude_code_sessions.jsonl.gz")
+    name = "agentic_claude_code_sessions.jsonl.gz"
+    return _read(shipped(name), name)
+
+
+def session_file(path: str) -> list[list[SessionRequest]]:
+    """Sessions of a file as kv-cache-tester's, one JSON object a line. Raises ``WrongTrace``."""
+    return _read(file_lines(path), path)
+
+
+def _read(lines: Iterable[bytes], where: str) -> list[list[SessionRequest]]:
     decoder = msgspec.json.Decoder(_Session)
     numbers, ids = count(), _Ids()
     sessions: list[list[SessionRequest]] = []
-    for line in gzip.decompress(data.read_bytes()).splitlines():
-        session = decoder.decode(line)
+    for number, line in enumerate(lines, 1):
+        try:
+            session = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise WrongTrace(f"{where}, line {number}", str(error)) from None
         requests = _requests(
             len(sessions), 0.0, session.tool_tokens, session.system_tokens, session.requests, ids, numbers
         )
@@ -116,6 +133,7 @@ def _requests(
     rows: Sequence[_Row],
     ids: _Ids,
     numbers: Iterator[int],
+    follows: int = -1,
 ) -> Iterator[SessionRequest]:
     """The requests of one agent and of those it started. Its main prompts begin with its tools and system prompt: they
     are the ones whose first block is that of its first request; others (titles, summaries) have prompts of their own.
@@ -127,7 +145,7 @@ def _requests(
     for row in rows:
         at_s = start_s + row.t
         if row.requests:
-            yield from _requests(session, at_s, row.tool_tokens, row.system_tokens, row.requests, ids, numbers)
+            yield from _requests(session, at_s, row.tool_tokens, row.system_tokens, row.requests, ids, numbers, follows)
             continue
         local = row.hash_ids
         shared = min(of_both, len(local)) if local and local[0] == first_block else 0
@@ -140,8 +158,9 @@ def _requests(
             else:
                 label = (row.model, session, 0, 0, block)
             ours[block] = ids.of(label)
+        number = next(numbers)
         yield SessionRequest(
-            number=next(numbers),
+            number=number,
             session=session,
             model=row.model,
             at_s=at_s,
@@ -149,4 +168,7 @@ def _requests(
             output_tokens=row.output_tokens,
             blocks=array("I", map(ours.__getitem__, local)),
             shared_blocks=shared,
+            follows=follows,
+            think_s=max(row.think_time, 0.0),
         )
+        follows = number

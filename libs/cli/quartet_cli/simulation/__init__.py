@@ -1,0 +1,1 @@
+"""What ``quartet simulate`` shows: tables, progress, and a report to pass on."""
