@@ -56,6 +56,7 @@ class SkippingEngine:
         self._steps = 0
         self._start_ms = 0.0
         self._batch = 0
+        self._taken = False  # whether the blocks of all its steps were taken already
         self._pace: Pace | None = None
         self._chunks: list[tuple[Work, int]] = []
         self._prefill_ms = 0.0
@@ -109,6 +110,7 @@ class SkippingEngine:
         work.order = self._orders
         self._orders += 1
         if work.kind == "lend":
+            self._catch_up(now_ms)
             self.pool.pin(work, self.pool.match(work, work.prompt_tokens))
             self._lending.append(work)
         elif work.kind == "decode":
@@ -122,8 +124,9 @@ class SkippingEngine:
                 return  # it waits behind one that found no place in the iteration under way
         self._wake(now_ms)
 
-    def reserve(self, work: Work, tokens: int) -> bool:
+    def reserve(self, work: Work, tokens: int, now_ms: float) -> bool:
         """Blocks for ``tokens`` tokens that a transfer will bring for ``work``; False when there are not as many."""
+        self._catch_up(now_ms)
         blocks = -(-tokens // self._block_tokens)
         if blocks > self.pool.available:
             return False
@@ -184,6 +187,14 @@ class SkippingEngine:
                 self._steps = steps
                 self.next_ms = self._start_ms + self._pace.ms(steps)
 
+    def _catch_up(self, now_ms: float) -> None:
+        """Take the blocks of the steps made and under way now, before somebody else takes any: a stretch was planned
+        with what was available when it began."""
+        self._cut(now_ms)
+        if self._steps > 1 and not self._taken:
+            self.pool.own(self._decoding.blocks_for(self._steps))
+            self._taken = True
+
     # Planning
 
     def _begin(self, now_ms: float) -> None:
@@ -199,6 +210,7 @@ class SkippingEngine:
         self._chunks = self._plan_chunks(batch)
         self._batch = batch
         self._start_ms = now_ms
+        self._taken = False
         self._pace = None
         self._prefill_ms = 0.0
         if self._chunks:
@@ -324,7 +336,7 @@ class SkippingEngine:
         self.prefill_busy_ms += self._prefill_ms
         self._steps = 0
         if self._batch:
-            if steps > 1:
+            if steps > 1 and not self._taken:
                 self.pool.own(self._decoding.blocks_for(steps))
             self._decoding.make(steps)
             if self._cancelled:
