@@ -110,3 +110,34 @@ def test_skipping_ahead_says_what_every_iteration_would(gaps, kv_tokens, shape, 
     census = plain.pool.blocks.census()
     assert (skipped.pool.free, skipped.pool.idle) == (census.free, census.idle)
     assert census.referenced == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.5, 2_000.0), st.integers(1, 1_600), st.booleans()), min_size=1, max_size=12))
+def test_blocks_reserved_in_the_middle_of_a_stretch_are_never_those_of_its_steps(reservations):
+    engine = SkippingEngine(PROFILE, kv_tokens=1600, block_tokens=BLOCK)
+    done, now = [], 0.0
+    for number in range(3):
+        engine.submit(Work(number, 100, 350), 0.0)
+
+    def run_until(until):
+        while engine.next_ms <= until:
+            done.extend(work.key for what, work in engine.advance() if what == FINISHED)
+            pool = engine.pool
+            assert pool.free >= 0
+            assert pool.idle >= 0
+
+    held = []
+    for number, (gap, tokens, given_back) in enumerate(reservations, 1000):
+        now += gap
+        run_until(now)
+        work = Work(number, tokens, 1)
+        if engine.reserve(work, tokens, now):
+            held.append(work)
+        if given_back and held:
+            engine.unreserve(held.pop(), now)
+    for work in held:
+        engine.unreserve(work, now)
+    run_until(1e9)
+    assert sorted(done) == [0, 1, 2]
+    assert engine.pool.free + engine.pool.idle == engine.pool.total

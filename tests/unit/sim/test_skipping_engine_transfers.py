@@ -37,7 +37,7 @@ def test_reservations_during_a_stretch_leave_its_steps_their_blocks(jobs, blocks
         began = engine._start_ms
         now = began + share * (engine.next_ms - began)
         work = Work(key, tokens, 1, kind="decode")
-        if engine.reserve(work, tokens):
+        if engine.reserve(work, tokens, now):
             held.append(work)
         if tokens % 2:
             engine.submit(Work(key + 100, 8, 1), now)  # ends the stretch early
@@ -52,10 +52,3 @@ def test_reservations_during_a_stretch_leave_its_steps_their_blocks(jobs, blocks
             engine.advance()
     assert engine.pool.referenced == 0
     assert engine.pool.free + engine.pool.idle == blocks
-
-
-def test_what_a_stretch_will_take_is_not_there_for_a_transfer():
-    engine = decoding(20 * BLOCK, [(16, 200)])
-    free = engine.pool.available
-    assert not engine.reserve(Work(9, free * BLOCK, 1, kind="decode"), free * BLOCK)
-    assert engine.pool.available == pytest.approx(free, abs=20)

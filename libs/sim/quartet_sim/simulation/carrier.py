@@ -57,7 +57,9 @@ class Carrier:
         if plan.split or plan.fetches:
             sites[other] = self._site_of(fleet.at(other).id)
         flight.tried.extend(site.facts.id for site in sites.values())
-        flight.keys = {slot: flight.ledger_key(flight.try_, s.facts.id, s.facts.incarnation) for slot, s in sites.items()}
+        flight.keys = {
+            slot: flight.ledger_key(flight.try_, site.facts.id, site.facts.incarnation) for slot, site in sites.items()
+        }
         flight.jobs = []
         self.splits += plan.split
         self.fetches += plan.fetches
@@ -115,7 +117,7 @@ class Carrier:
 
     def _begin_split(self, flight: Flight, target: Site, giver: Site) -> None:
         decode = self._job(flight, target, "decode", ())
-        if not target.engine.reserve(decode.work, flight.request.prompt_tokens):
+        if not target.engine.reserve(decode.work, flight.request.prompt_tokens, self._timeline.now_ms):
             flight.jobs.clear()
             self._timeline.later(self._settings.event_ms, self._failed, flight, flight.try_)
             return
@@ -167,7 +169,7 @@ class Carrier:
         lease = self._job(flight, target, "decode", units, tokens)
         lend = self._job(flight, giver, "lend", units, tokens)
         del flight.jobs[1:]  # lease and loan see to themselves, whatever becomes of the flight
-        if not tokens or not target.engine.reserve(lease.work, tokens):
+        if not tokens or not target.engine.reserve(lease.work, tokens, self._timeline.now_ms):
             self._lent(flight, giver)
             begin()
             return

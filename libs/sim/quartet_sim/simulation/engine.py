@@ -54,9 +54,9 @@ class SkippingEngine:
         self._decoding = DecodeBatch(block_tokens)
         # The stretch under way: ``steps`` iterations from ``start_ms`` on, the last one's end at ``next_ms``.
         self._steps = 0
-        self._claimed = 0  # blocks taken beforehand for the steps after its first
         self._start_ms = 0.0
         self._batch = 0
+        self._taken = False  # whether the blocks of all its steps were taken already
         self._pace: Pace | None = None
         self._chunks: list[tuple[Work, int]] = []
         self._prefill_ms = 0.0
@@ -110,7 +110,7 @@ class SkippingEngine:
         work.order = self._orders
         self._orders += 1
         if work.kind == "lend":
-            self._claim()
+            self._catch_up(now_ms)
             self.pool.pin(work, self.pool.match(work, work.prompt_tokens))
             self._lending.append(work)
         elif work.kind == "decode":
@@ -124,10 +124,10 @@ class SkippingEngine:
                 return  # it waits behind one that found no place in the iteration under way
         self._wake(now_ms)
 
-    def reserve(self, work: Work, tokens: int) -> bool:
+    def reserve(self, work: Work, tokens: int, now_ms: float) -> bool:
         """Blocks for ``tokens`` tokens that a transfer will bring for ``work``; False when there are not as many."""
+        self._catch_up(now_ms)
         blocks = -(-tokens // self._block_tokens)
-        self._claim()
         if blocks > self.pool.available:
             return False
         self.pool.own(blocks)
@@ -187,12 +187,13 @@ class SkippingEngine:
                 self._steps = steps
                 self.next_ms = self._start_ms + self._pace.ms(steps)
 
-    def _claim(self) -> None:
-        """Take now what the stretch under way was planned to take by its end: somebody else is about to take blocks."""
-        if self._steps > 1:
-            needed = self._decoding.blocks_for(self._steps)
-            self.pool.own(needed - self._claimed)
-            self._claimed = needed
+    def _catch_up(self, now_ms: float) -> None:
+        """Take the blocks of the steps made and under way now, before somebody else takes any: a stretch was planned
+        with what was available when it began."""
+        self._cut(now_ms)
+        if self._steps > 1 and not self._taken:
+            self.pool.own(self._decoding.blocks_for(self._steps))
+            self._taken = True
 
     # Planning
 
@@ -209,6 +210,7 @@ class SkippingEngine:
         self._chunks = self._plan_chunks(batch)
         self._batch = batch
         self._start_ms = now_ms
+        self._taken = False
         self._pace = None
         self._prefill_ms = 0.0
         if self._chunks:
@@ -334,12 +336,8 @@ class SkippingEngine:
         self.prefill_busy_ms += self._prefill_ms
         self._steps = 0
         if self._batch:
-            more = self._decoding.blocks_for(steps) - self._claimed
-            self._claimed = 0
-            if more > 0:
-                self.pool.own(more)
-            else:
-                self.pool.free -= more  # the stretch was cut short
+            if steps > 1 and not self._taken:
+                self.pool.own(self._decoding.blocks_for(steps))
             self._decoding.make(steps)
             if self._cancelled:
                 self._end_cancelled()
