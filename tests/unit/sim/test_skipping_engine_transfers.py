@@ -1,6 +1,5 @@
 """Transfers take blocks in the middle of a stretch of decode steps: what it was planned to take stays its own."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
