@@ -8,7 +8,7 @@ from aiohttp import web
 
 from quartet_bus.bus import BusError, PayloadTooLarge
 from quartet_bus.client import Answer, InferError
-from quartet_core.openai import Endpoint, Refused, too_large, upstream
+from quartet_core.openai import Endpoint, Inference, Refused, too_large, upstream
 from quartet_gateway.errors import broker_away, internal
 from quartet_gateway.exchange import Exchange, Outcome
 from quartet_gateway.passage import request_headers
@@ -41,7 +41,7 @@ class Completions:
         events: EventStream | None = None
         try:
             async with self._service.streams.admit(self._settings.request_timeout_ms) as seat:
-                with _bus_errors_refused():
+                with self._within_limits(exchange), _bus_errors_refused():
                     answer = await self._ask(exchange, seat, endpoint)
                     seat.release()
                     async with aclosing(answer):
@@ -70,6 +70,23 @@ class Completions:
         assert events is not None
         return events.reply
 
+    @contextmanager
+    def _within_limits(self, exchange: Exchange) -> Iterator[None]:
+        """Count a request inside, and at its end what it came to. Raises ``Refused`` (429)."""
+        service = self._service
+        service.quotas.admit_request(exchange.tenant, service.now_s())
+        used = True
+        try:
+            yield
+        except Refused:
+            used = exchange.first_byte_ns > 0
+            raise
+        finally:
+            if exchange.grant is not None:
+                # What was broken off has no counts of its own: nearly every chunk is one token.
+                output_tokens = exchange.output_tokens or exchange.chunks
+                exchange.grant.settle(exchange.prompt_tokens + output_tokens if used else 0, service.now_s())
+
     async def _ask(self, exchange: Exchange, seat: Seat, endpoint: Endpoint) -> Answer:
         """Publish the request, and return when its answer begins."""
         service, settings = self._service, self._settings
@@ -86,10 +103,19 @@ class Completions:
         service.models.check(model)
         exchange.model = model
         exchange.streamed = inference.stream
-        prompt = await sketch_prompt(inference, exchange.tenant, model, service.models.section(model))
+        prompt = await sketch_prompt(
+            inference, body, exchange.tenant, model, service.models.section(model), service.tokenizers.of(model)
+        )
         exchange.prompt_tokens = prompt.tokens
-        if not prompt.exact:
-            service.counts.inexact_sketches.labels(model).inc()
+        if prompt.inexact:
+            service.counts.inexact_sketches.labels(model, prompt.inexact).inc()
+        exchange.grant = service.quotas.admit_tokens(
+            exchange.tenant,
+            prompt.tokens,
+            _output_tokens(inference, service.models.section(model).max_tokens),
+            service.now_s(),
+        )
+        exchange.said.update(service.quotas.headers(exchange.tenant, service.now_s()))
         left_ms = settings.request_timeout_ms - (service.now_ns() - exchange.started_ns) // 1_000_000
         headers = msgspec.structs.replace(
             headers,
@@ -107,12 +133,11 @@ class Completions:
         exchange.sent_bytes = len(chunks[0])
         exchange.outcome = Outcome.OK
         _note_usage(exchange, answer)
-        return json_reply(chunks[0], exchange.request_id)
+        return json_reply(chunks[0], exchange)
 
     def _events(self, exchange: Exchange) -> EventStream:
         return EventStream(
-            exchange.request,
-            exchange.request_id,
+            exchange,
             limit_bytes=self._settings.slow_client_bytes,
             patience_ms=self._settings.slow_client_ms,
         )
@@ -148,6 +173,13 @@ class Completions:
         transport = exchange.request.transport
         if transport is not None:
             transport.abort()
+
+
+def _output_tokens(inference: Inference, default: int) -> int:
+    """The most that the answer may have, as far as anybody said."""
+    if inference.endpoint is Endpoint.EMBEDDINGS:
+        return 0
+    return (inference.max_tokens or default) * inference.n
 
 
 def _note_usage(exchange: Exchange, answer: Answer) -> None:

@@ -7,9 +7,9 @@ from aiohttp import web
 
 from quartet_core.openai import Refused
 from quartet_gateway.errors import error_json
+from quartet_gateway.exchange import Exchange
 
 _DONE = b"data: [DONE]\n\n"
-REQUEST_ID = "x-request-id"
 
 
 class SlowClient(Exception):
@@ -21,22 +21,19 @@ class SlowClient(Exception):
         self.patience_ms = patience_ms
 
 
-def headers_of(request_id: str) -> dict[str, str]:
-    """What every answer says: its request's id, and no more of who answers than it must."""
-    return {REQUEST_ID: request_id, "Server": "quartet"}
-
-
-def json_reply(body: bytes, request_id: str) -> web.Response:
+def json_reply(body: bytes, exchange: Exchange) -> web.Response:
     """200 with ``body``."""
-    return web.Response(body=body, content_type="application/json", headers=headers_of(request_id))
+    return web.Response(body=body, content_type="application/json", headers=exchange.headers)
 
 
-def error_reply(refused: Refused, request_id: str, *, close: bool = False, allowed: str = "") -> web.Response:
+def error_reply(refused: Refused, exchange: Exchange, *, close: bool = False, allowed: str = "") -> web.Response:
     """The error as status, headers and OpenAI's error object; ``close`` ends the connection after it."""
-    headers = headers_of(request_id)
+    headers = exchange.headers
     if refused.retry_after_s > 0:
         headers["Retry-After"] = str(math.ceil(refused.retry_after_s))
         headers["Retry-After-Ms"] = str(math.ceil(refused.retry_after_s * 1e3))
+    elif refused.status == 429:
+        headers["x-should-retry"] = "false"  # OpenAI's clients would else try every 429 again
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if allowed:
@@ -56,13 +53,13 @@ class EventStream:
     ``patience_ms`` to catch up.
     """
 
-    def __init__(self, request: web.BaseRequest, request_id: str, *, limit_bytes: int, patience_ms: int) -> None:
-        self._request = request
+    def __init__(self, exchange: Exchange, *, limit_bytes: int, patience_ms: int) -> None:
+        self._request = exchange.request
         self._limit_bytes = limit_bytes
         self._patience_ms = patience_ms
         self.reply = web.StreamResponse(
             headers={
-                **headers_of(request_id),
+                **exchange.headers,
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",  # nginx would else collect the tokens

@@ -139,7 +139,7 @@ class Desk:
         ask = flight.ask
         ask.waited_ms = now_ms - flight.arrived_ms
         # A retry goes to one worker, if any can do all of it: what failed may be whatever moves KV.
-        moves = self._routing.links.live(now_ms) and not flight.dispatch.try_
+        moves = self._routing.links.live(now_ms) and not flight.dispatch.try_ and not ask.embeds
         ask.plans_split = self._router.split and moves
         ask.plans_fetch = self._router.fetch and moves
         ask.at_ms = now_ms
@@ -151,7 +151,7 @@ class Desk:
         started_ns = time.perf_counter_ns()
         try:
             decision = self._routing.decide(ask)
-            if decision.plan is None and flight.dispatch.try_ and self._router.split:
+            if decision.plan is None and flight.dispatch.try_ and self._router.split and not ask.embeds:
                 ask.plans_split = self._routing.links.live(now_ms)
                 decision = self._routing.decide(ask)
         # A policy may be anybody's code: its fault must not leave a request without an answer.
@@ -184,6 +184,8 @@ class Desk:
                 flight,
                 openai.too_long(flight.ask.prompt_tokens + flight.ask.max_tokens, self._routing.longest_context(model)),
             )
+        elif decision.reason is Reason.NO_EMBEDDINGS:
+            self.fail(flight, openai.no_embeddings(model))
         elif decision.reason is Reason.ALL_BUSY:
             self.fail(flight, openai.all_busy(model, _RETRY_AFTER_S))
         elif decision.reason is Reason.POLICY_FAILED:
