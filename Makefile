@@ -40,7 +40,7 @@ clean: ## remove the virtual environment, caches and run directories
 	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): requirements.txt requirements-dev.txt pyproject.toml $(addsuffix pyproject.toml,$(DISTRIBUTIONS))
+$(READY): requirements.txt requirements-dev.txt requirements-tokenizer.txt pyproject.toml $(addsuffix pyproject.toml,$(DISTRIBUTIONS))
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Quartet needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another one with make PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@echo "installing pinned requirements into $(VENV) (about half a minute, once)"

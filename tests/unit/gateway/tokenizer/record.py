@@ -87,7 +87,9 @@ PARTS = """{{- bos_token }}
     {{- '<|turn|>' ~ message.role ~ '\\n' ~ said(content) ~ '<|end|>\\n' }}
 {%- endfor %}
 {%- if documents %}
-    {%- for document in documents %}{{ '[' ~ loop.index ~ '] ' ~ document.title ~ ': ' ~ document.text ~ '\\n' }}{% endfor %}
+    {%- for document in documents %}
+        {{- '[' ~ loop.index ~ '] ' ~ document.title ~ ': ' ~ document.text ~ '\\n' }}
+    {%- endfor %}
 {%- endif %}
 {%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}
 """
@@ -153,12 +155,8 @@ def trained() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     texts = [path.read_text() for path in sorted((HERE.parents[3] / "docs").rglob("*.md"))]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
