@@ -4,7 +4,8 @@ A quota counts over a sliding minute: no sixty seconds hold more than the limit.
 Once a second each takes a part of what nobody has used or claimed, and tells the others; until its next turn it admits
 no more than it took. Parts follow demand, what was refused included, so that a tenant whose connections all end at one
 gateway gets nearly the whole limit there; and a small even part remains for each, so that a first request finds some.
-Claims are told before they are used, hence gateways that hear each other never admit more than the limit together.
+Claims are told before they are used, and each divides by what all have told, itself included: gateways that hear each
+other never admit more than the limit together.
 
 Time comes in as whole seconds of any steady clock; no two gateways' clocks are compared.
 """
@@ -102,7 +103,7 @@ def divide(left: int, claims: Mapping[str, Claim]) -> dict[str, float]:
 class Quota:
     """One limit (``limit`` a minute) of one tenant, as the gateway ``name`` keeps it."""
 
-    __slots__ = ("_asked", "_claims", "_taken", "_used", "_wanted", "limit", "name")
+    __slots__ = ("_asked", "_claims", "_taken", "_told", "_used", "_wanted", "limit", "name")
 
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
@@ -112,6 +113,7 @@ class Quota:
         self._wanted = 0
         self._taken = 0
         self._claims: dict[str, Claim] = {}
+        self._told = Claim(0, 0, 0, 0)
 
     def ask(self, amount: int, now_s: int) -> float | None:
         """Use ``amount`` now: None when it was admitted, else the seconds after which it may be.
@@ -147,12 +149,12 @@ class Quota:
         self._used.forget(now_s)
         self._asked.forget(now_s)
         self._claims = dict(claims)
-        own = Claim(self._used.total, 0, self._asked.total, self._wanted)
-        left = self.limit - own.used - sum(claim.used + claim.taken for claim in claims.values())
+        left = self.limit - self._used.total - sum(claim.used + claim.taken for claim in claims.values())
         # Whole units: the small parts that idle gateways keep would else make the last unit nobody's.
-        self._taken = int(divide(left, {**claims, self.name: own})[self.name])
+        self._taken = int(divide(left, {**claims, self.name: self._told})[self.name])
+        self._told = Claim(self._used.total, self._taken, self._asked.total, self._wanted)
         self._wanted = 0
-        return Claim(own.used, self._taken, own.asked, own.wanted)
+        return self._told
 
     def remaining(self, now_s: int) -> int:
         """What this gateway would admit now."""

@@ -10,19 +10,16 @@ from quartet_bus.bus import BusError, PayloadTooLarge
 from quartet_bus.client import Answer, InferError
 from quartet_core.openai import Endpoint, Inference, Refused, too_large, upstream
 from quartet_gateway.errors import broker_away, internal
+from quartet_gateway.events import EventStream, Outbox
 from quartet_gateway.exchange import Exchange, Outcome
 from quartet_gateway.passage import request_headers
 from quartet_gateway.prompt import read_inference, sketch_prompt
-from quartet_gateway.replies import EventStream, SlowClient, json_reply
+from quartet_gateway.replies import json_reply
 from quartet_gateway.service import GatewayService
 from quartet_gateway.streams import Seat
 
 _ROOM_FOR_HEADERS_BYTES = 64 * 1024
 """What a message's headers and subject may take of the broker's payload limit."""
-
-
-SLOW_READER = "slow_reader"
-"""The code of the bus client's error for an answer that nobody takes."""
 
 
 class Completions:
@@ -35,6 +32,7 @@ class Completions:
     def __init__(self, service: GatewayService) -> None:
         self._service = service
         self._settings = service.config.gateway
+        self._outbox = Outbox()
 
     async def answer(self, exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
         """The whole exchange. Raises ``Refused`` for what fails before the first byte; later it is an error event."""
@@ -51,15 +49,10 @@ class Completions:
                         events = self._events(exchange)
                         await self._relay(exchange, events, first, answer)
                         _note_usage(exchange, answer)
-        except SlowClient as error:
-            self._drop(exchange, error)
         except Refused as refused:
             if events is None:
                 raise
-            if refused.body.code == SLOW_READER:  # the bus client ran full first, for the same reason
-                self._drop(exchange, refused)
-            else:
-                await self._fail(exchange, events, refused)
+            await self._fail(exchange, events, refused)
         except ConnectionError:
             raise
         except Exception:
@@ -67,6 +60,9 @@ class Completions:
                 raise
             self._service.log.exception("stream failed", request=exchange.request_id)
             await self._fail(exchange, events, internal())
+        finally:
+            if events is not None:
+                events.close()
         assert events is not None
         return events.reply
 
@@ -138,8 +134,10 @@ class Completions:
     def _events(self, exchange: Exchange) -> EventStream:
         return EventStream(
             exchange,
+            self._outbox,
             limit_bytes=self._settings.slow_client_bytes,
             patience_ms=self._settings.slow_client_ms,
+            on_slow=lambda: self._drop(exchange),
         )
 
     async def _relay(self, exchange: Exchange, events: EventStream, first: bytes | None, answer: Answer) -> None:
@@ -148,28 +146,30 @@ class Completions:
         try:
             await events.begin()
             if first is not None:
-                await events.chunk(first)
-                async for chunk in answer:
-                    await events.chunk(chunk)
+                events.take(first)
+                await answer.pour(events.take)
             await events.done()
             exchange.outcome = Outcome.OK
         finally:
             exchange.sent_bytes = events.sent_bytes
+            exchange.chunks = events.chunks
 
     async def _fail(self, exchange: Exchange, events: EventStream, refused: Refused) -> None:
         exchange.failed(refused)
         self._service.counts.failed_streams.labels(exchange.code).inc()
-        try:
-            await events.error(refused)
-        except SlowClient as error:
-            self._drop(exchange, error)
+        await events.error(refused)
         exchange.sent_bytes = events.sent_bytes
 
-    def _drop(self, exchange: Exchange, error: Exception) -> None:
-        """End the connection of a client that does not read: whatever else we wrote would only wait as well."""
+    def _drop(self, exchange: Exchange) -> None:
+        """End the connection of a client that does not read: whatever else we wrote would only wait as well.
+
+        With the connection ends its handler, and with that the request.
+        """
+        if exchange.outcome is Outcome.SLOW_CLIENT:
+            return
         exchange.outcome = Outcome.SLOW_CLIENT
         self._service.counts.slow_clients.inc()
-        self._service.log.warning("slow client dropped", request=exchange.request_id, error=str(error))
+        self._service.log.warning("slow client dropped", request=exchange.request_id)
         transport = exchange.request.transport
         if transport is not None:
             transport.abort()

@@ -1,7 +1,7 @@
 """What tenants may use in a minute: this gateway's part of every limit, and what admitted requests hold of it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
@@ -32,15 +32,23 @@ class Grant:
 
 
 class Quotas:
-    """The limits of all tenants as the gateway ``name`` keeps them. Times are whole seconds of one steady clock."""
+    """The limits of all tenants as the gateway ``name`` keeps them. Times are whole seconds of one steady clock.
 
-    def __init__(self, name: str, limits: Mapping[str, LimitSection], default: LimitSection) -> None:
+    ``on_first`` is called when a tenant's quota comes into use, whose part must be told to the others at once.
+    """
+
+    def __init__(
+        self, name: str, limits: Mapping[str, LimitSection], default: LimitSection, on_first: Callable[[], None]
+    ) -> None:
         self.name = name
+        self._on_first = on_first
         self._limits = limits
         self._default = default
         self._requests: dict[str, Quota] = {}
         self._tokens: dict[str, Quota] = {}
         self._others: Claims = {}
+        self._fresh: set[str] = set()
+        """Tenants whose first request is being looked at."""
 
     def replace(self, limits: Mapping[str, LimitSection]) -> None:
         """New limits, from now on. What was used in the last minute still counts."""
@@ -98,11 +106,18 @@ class Quotas:
                 for quotas, field in ((self._requests, "requests"), (self._tokens, "tokens"))
             )
             claims[tenant] = TenantClaim(QuotaClaim(*structs.astuple(requests)), QuotaClaim(*structs.astuple(tokens)))
-            if not requests.asked and not tokens.asked:  # nothing happened for a minute
+        self._forget(claims)
+        return claims
+
+    def _forget(self, claims: dict[str, TenantClaim]) -> None:
+        """Leave out the tenants of whom nothing was heard for a minute."""
+        silent = [tenant for tenant, claim in claims.items() if not (claim.requests.asked or claim.tokens.asked)]
+        for tenant in silent:
+            if tenant not in self._fresh:
                 self._requests.pop(tenant, None)
                 self._tokens.pop(tenant, None)
                 del claims[tenant]
-        return claims
+        self._fresh.clear()
 
     def _of(self, quotas: dict[str, Quota], tenant: str, field: str, now_s: int) -> Quota | None:
         quota = quotas.get(tenant)
@@ -111,7 +126,8 @@ class Quotas:
             if not limit:
                 return None
             quota = quotas[tenant] = Quota(self.name, limit)
-            quota.turn(self._claims(tenant, field.removesuffix("_per_minute")), now_s)
+            self._fresh.add(tenant)
+            self._on_first()
         return quota
 
     def _claims(self, tenant: str, field: str) -> dict[str, Claim]:

@@ -46,7 +46,7 @@ class GatewayService(Service):
         tenants = self._tenants.read()
         self.keys = tenants.keys
         life = f"{instance}.{random.getrandbits(32):08x}"  # a gateway that comes back is another one to its peers
-        self.quotas = Quotas(life, tenants.limits, config.gateway.default_limit)
+        self.quotas = Quotas(life, tenants.limits, config.gateway.default_limit, self._take_turn)
         self._peers = Peers(life, round(TURN_S * _STALE_INVENTORIES * 1e9))
         self.leaving = False
         """Whether it was told to stop: it takes requests for a moment more, and wants no new connections."""

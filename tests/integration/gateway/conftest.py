@@ -97,7 +97,7 @@ class Fleet:
 
     async def _answer(self, message: Message, headers: RequestHeaders) -> None:
         body = json.loads(message.data)
-        said = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        said = body["messages"][-1]["content"] if "messages" in body else body.get("prompt", "say 1")
         words = said.split()
         verb, count = words[0], int(words[1]) if words[1:] else 0
         stream = StreamId(headers.request_id, headers.attempt, 1)
@@ -147,7 +147,10 @@ def chunk(body: dict[str, Any], text: str) -> bytes:
 
 
 def whole(body: dict[str, Any], text: str) -> bytes:
-    """One answer of either endpoint."""
+    """One answer of any endpoint."""
+    if "input" in body:
+        data = [{"object": "embedding", "index": 0, "embedding": [0.5, -0.5]}]
+        return json.dumps({"object": "list", "data": data, "model": body["model"], "usage": {}}).encode()
     if "messages" in body:
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         kind = "chat.completion"
@@ -206,7 +209,7 @@ def eventually() -> Callable[[Callable[[], bool], float], Awaitable[None]]:
     return wait_for
 
 
-Build = Callable[[Config], Awaitable[House]]
+Build = Callable[..., Awaitable[House]]
 NewBus = Callable[[], Awaitable[Bus]]
 
 
@@ -236,12 +239,13 @@ async def build(new_bus: NewBus) -> AsyncIterator[Build]:
     """Starts gateways, and stops what a test left running."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(config: Config) -> House:
+        async def start(config: Config, instance: str = "g1", fleet: Fleet | None = None) -> House:
             config.gateway.listen = "127.0.0.1:0"
-            fleet = Fleet(await new_bus())
-            await fleet.start()
-            stack.push_async_callback(fleet.stop)
-            gateway = GatewayService(await new_bus(), config, instance="g1", random=random.Random(7))
+            if fleet is None:
+                fleet = Fleet(await new_bus())
+                await fleet.start()
+                stack.push_async_callback(fleet.stop)
+            gateway = GatewayService(await new_bus(), config, instance=instance, random=random.Random(instance))
             await gateway.start()
             stack.push_async_callback(gateway.stop)
             site = http_site(gateway)

@@ -1,6 +1,7 @@
 """The HTTP door byte by byte: what curl, a proxy or an attacker sees."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
@@ -158,8 +159,33 @@ async def test_what_is_not_http_is_an_error_object_too(house):
     assert answer.startswith(b"HTTP/1.0 400 ")
     assert b'{"error":{"message":"The request is not valid HTTP' in answer
     answer = await raw(house.port, b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 20_000 + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.0 431 ")
+    assert b'"code":"headers_too_large"' in answer
+    many = b"".join(b"X-%d: y\r\n" % number for number in range(5000))
+    answer = await raw(house.port, b"GET /health HTTP/1.1\r\nHost: x\r\n" + many + b"\r\n")
     assert answer.startswith(b"HTTP/1.0 400 ")
     assert b'{"error":{"message":' in answer
+
+
+async def test_a_header_that_never_ends_is_not_waited_for(build):
+    """One byte now and then keeps a connection busy, but not open."""
+    config = Config()
+    config.gateway.idle_timeout_ms = 300
+    house = await build(config)
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.port)
+    writer.write(b"GET /health HTTP/1.1\r\nX-Slow: ")
+
+    async def drip() -> None:
+        while True:
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+
+    dripping = asyncio.create_task(drip())
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):  # it was closed with a byte unread
+            assert await reader.read() == b""
+    dripping.cancel()
+    writer.close()
 
 
 async def test_a_body_over_the_limit_is_413_whether_or_not_it_says_its_length(build):

@@ -127,10 +127,11 @@ def test_whoever_has_all_the_demand_soon_has_nearly_all_of_the_quota():
 def test_a_quota_of_one_is_used_by_whoever_asks():
     gateways = Gateways(3, 1)
     assert gateways.quotas["c"].ask(1, 1) == TURN_S
-    for name in gateways.quotas:
-        gateways.turn(name, 2)
-    assert gateways.quotas["c"].ask(1, 2) is None
-    for now_s in (3, 4):
+    for now_s in (2, 3):  # in the first turn it is told, in the second one given
         for name in gateways.quotas:
             gateways.turn(name, now_s)
-    assert gateways.quotas["a"].ask(1, 4) == ELSEWHERE_S
+    assert gateways.quotas["c"].ask(1, 3) is None
+    for now_s in (4, 5):
+        for name in gateways.quotas:
+            gateways.turn(name, now_s)
+    assert gateways.quotas["a"].ask(1, 5) == ELSEWHERE_S
