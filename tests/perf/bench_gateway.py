@@ -55,9 +55,7 @@ async def _idle(asked: chain.Chain) -> dict[str, float]:
     return {name: (after[name] - before[name]) / wall_s for name in asked.pids}
 
 
-async def _line(
-    pace: str, through: str, asked: chain.Chain, streams: int, idle: dict[str, float]
-) -> dict[str, object]:
+async def _line(pace: str, through: str, asked: chain.Chain, streams: int, idle: dict[str, float]) -> dict[str, object]:
     bodies = _bodies()
     runs: list[sse_load.Measured] = []
     cpu_us: dict[str, list[float]] = {name: [] for name in asked.pids}
