@@ -53,7 +53,8 @@ class Fleet:
 
     ``say N`` words; ``forever`` words until cancelled, or until ``finish`` is set; ``flood N`` words of N bytes until
     cancelled; ``mute`` accepts and says nothing but that it is alive; ``fail STATUS`` before the first chunk;
-    ``break N`` an error after N words; ``twice`` two objects; ``odd`` a chunk of several lines.
+    ``break N`` an error after N words; ``call`` a tool call in two pieces and the usage; ``twice`` two objects;
+    ``odd`` a chunk of several lines.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -115,6 +116,10 @@ class Fleet:
                 author.chunk(whole(body, "b"))
             elif verb == "odd":
                 author.chunk(b'{\n "odd": 1\n}')
+            elif verb == "call":
+                for name, arguments in (("f", '{"n":'), (None, "0}")):
+                    author.chunk(tool_call(body, name, arguments))
+                author.chunk(usage_of(body))
             elif not body.get("stream"):
                 author.chunk(whole(body, " ".join(f"w{n}" for n in range(count))))
             elif verb == "say":
@@ -144,6 +149,21 @@ def chunk(body: dict[str, Any], text: str) -> bytes:
         kind = "text_completion"
     answer = {"id": "a", "object": kind, "created": 1, "model": body["model"], "choices": [choice]}
     return json.dumps(answer, separators=(" ,", " : ")).encode()
+
+
+def tool_call(body: dict[str, Any], name: str | None, arguments: str) -> bytes:
+    """A streamed piece of a tool call."""
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    choice = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}
+    answer = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": body["model"], "choices": [choice]}
+    return json.dumps(answer).encode()
+
+
+def usage_of(body: dict[str, Any]) -> bytes:
+    """The chunk behind the last one, where usage was asked for."""
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    answer = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": body["model"], "choices": []}
+    return json.dumps({**answer, "usage": usage}).encode()
 
 
 def whole(body: dict[str, Any], text: str) -> bytes:
