@@ -7,11 +7,11 @@ READY := $(VENV)/.ready
 ARGS ?=
 ONLY ?=
 
-.PHONY: help demo up test check bench proto clean
+.PHONY: help demo up test check bench load-test proto clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## the main job: a real trace over a mixed fleet, beside round-robin (ARGS="--seconds 30")
 	@$(BIN)/quartet demo $(ARGS)
@@ -33,11 +33,14 @@ check: $(READY) ## lint, format, strict types, import rules, fitted profiles, th
 bench: $(READY) ## measured figures, one JSON line each (ONLY=decision)
 	@$(BIN)/python tests/perf/run.py $(ONLY)
 
+load-test: $(READY) ## aiperf, in a virtual environment of its own, against a whole fleet (ARGS="--requests 300")
+	@$(BIN)/python tests/load/run.py $(ARGS)
+
 proto: $(READY) ## generate the gRPC stubs anew
 	$(BIN)/python libs/rpc/generate.py
 
 clean: ## remove the virtual environment, caches and run directories
-	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-load .run .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): requirements.txt requirements-dev.txt requirements-tokenizer.txt pyproject.toml $(addsuffix pyproject.toml,$(DISTRIBUTIONS))
