@@ -1,4 +1,4 @@
-"""``make load-test``: a load tool of the field, aiperf, against a whole fleet of ours; its own report must show no errors.
+"""``make load-test``: aiperf, a load tool of the field, against a whole fleet; its own report must show no errors.
 
     python tests/load/run.py [--requests N] [--concurrency N]
 

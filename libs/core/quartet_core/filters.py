@@ -49,12 +49,13 @@ class Filters:
         # A worker with nothing to do is not full, whatever its last step said: only work makes it say anything new.
         idle = fleet.planes.levels(QUEUE.name)[0] & fleet.planes.levels(BATCH.name)[0]
         fits = roomy = long_context = 0
-        embeds = ask.embeds
+        embeds, offered = ask.embeds, False
         for kind in fleet.kinds_of[ask.model]:
             plane = kind.plane & alive
             if embeds:
                 if EMBEDDINGS not in kind.facts.capabilities:
                     continue
+                offered = True  # maybe by the dead alone
             elif not plane or whole_tokens > kind.max_context or whole_tokens > kind.kv_tokens:
                 continue
             fits |= plane
@@ -67,7 +68,7 @@ class Filters:
             if kind.long_context:
                 long_context |= kind.plane
         if not fits:
-            return Reason.NO_EMBEDDINGS if embeds else Reason.TOO_LONG
+            return Reason.TOO_LONG if not embeds else Reason.NO_WORKER if offered else Reason.NO_EMBEDDINGS
         working = fits & fleet.accepting & fleet.open
         accepting = working & ~ask.excluded if ask.excluded else working
         if not accepting:

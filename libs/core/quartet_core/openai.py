@@ -312,10 +312,10 @@ def embedding_inputs(raw: Raw) -> list[str] | list[list[int]]:
     except msgspec.DecodeError:
         told = []
     inputs: list[Any] = [told] if isinstance(told, str) else list(told)
-    if inputs and isinstance(inputs[0], int):
-        inputs = [inputs]
-    alike = len({type(each) for each in inputs}) == 1
-    if not alike or not all(inputs):
+    kinds = {type(each) for each in inputs}
+    if kinds == {int}:
+        inputs, kinds = [inputs], {list}
+    if len(kinds) != 1 or not all(inputs):
         raise invalid(
             "`input` must be a text, a list of texts, a list of token ids, or a list of such lists; none may be empty.",
             "input",
