@@ -26,6 +26,9 @@ from quartet_gateway.tokens.book import TokenizerBook
 _STALE_INVENTORIES = 3.5
 """A node (or another gateway) is gone after this many intervals of silence: three lost in a row, and some delay."""
 
+_BEFORE_THE_STREAM_BYTES = 1024 * 1024
+"""What may arrive of an answer before its handler has had a turn to begin the stream: no client is to blame for that."""
+
 _TENANTS_CHECK_S = 1.0
 """How often the file of keys and limits is looked at."""
 
@@ -105,9 +108,8 @@ class GatewayService(Service):
         """The bus client that asks for ``tenant``; there are as many as tenants in the configuration."""
         client = self._clients.get(tenant)
         if client is None:
-            client = self._clients[tenant] = Client(
-                self.bus, tenant, buffer_bytes=self.config.gateway.slow_client_bytes
-            )
+            buffer_bytes = self.config.gateway.slow_client_bytes + _BEFORE_THE_STREAM_BYTES
+            client = self._clients[tenant] = Client(self.bus, tenant, buffer_bytes=buffer_bytes)
         return client
 
     async def _load_tokenizers(self) -> None:

@@ -14,6 +14,7 @@ from structlog.testing import CapturingLogger
 from quartet_bus.config.schema import Config
 from quartet_core.ladder import sketch_text
 from quartet_core.openai import parse
+from quartet_gateway.events import EventStream
 from quartet_gateway.site import CannotListen, http_site
 
 CHAT = "/v1/chat/completions"
@@ -318,6 +319,36 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
         await loop.sock_sendall(client, head + body)
         await eventually(lambda: bool(house.fleet.cancels) and not house.gateway.streams.open, 20)
     assert house.count("slow_clients_total") == 1
+
+
+async def test_a_client_that_catches_up_in_time_misses_nothing(build, eventually, monkeypatch):
+    waiting: list[EventStream] = []
+    catch_up = EventStream._catch_up
+
+    async def noted(stream: EventStream) -> None:
+        waiting.append(stream)
+        await catch_up(stream)
+
+    monkeypatch.setattr(EventStream, "_catch_up", noted)
+    config = Config()
+    config.gateway.slow_client_bytes = 4 * 1024 * 1024
+    house = await build(config)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", house.port))
+        body = chat("flood 4000", stream=True)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        await loop.sock_sendall(client, head + body)
+        await eventually(lambda: bool(waiting), 20)
+        house.fleet.finish.set()
+        got = bytearray()
+        async with asyncio.timeout(20):
+            while not got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                got += await loop.sock_recv(client, 1 << 20)
+    assert got.count(b"data: {") == waiting[0].chunks > 1000
+    assert house.count("slow_clients_total") == 0
 
 
 async def test_a_client_that_closes_its_connection_is_noticed_while_nothing_is_sent(house):
