@@ -64,7 +64,7 @@ async def _line(pace: str, through: str, asked: chain.Chain, streams: int, idle:
         measured = await sse_load.load(asked.address, bodies, streams, WARM_UP_S, MEASURED_S)
         spent, wall_s = chain.cpu_s(asked), time.monotonic() - started_s
         # The warm-up is in the CPU time, so its tokens are reckoned at the same rate.
-        tokens = measured.tokens * (WARM_UP_S + measured.wall_s) / measured.wall_s
+        tokens = measured.tokens * wall_s / measured.wall_s
         for name in asked.pids:
             cpu_us[name].append(max(0.0, spent[name] - before[name] - idle[name] * wall_s) * 1e6 / tokens)
         runs.append(measured)

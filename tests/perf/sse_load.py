@@ -12,6 +12,7 @@ from msgspec import Struct
 
 _EVENT = b"data: "
 _DONE = b"data: [DONE]\n\n"
+PATIENCE_S = 60.0
 _TAIL = len(_DONE) + 16
 """What is kept of the last bytes, so that a mark cut in two is found: a chunk's frame may stand behind it."""
 
@@ -57,7 +58,9 @@ class _Stream(asyncio.Protocol):
                 self._run.complaint = data[:400]
         whole = self._tail + data
         # Marks in the kept tail alone were counted before.
-        self._events += whole.count(_EVENT) - self._tail.count(_EVENT)
+        events = whole.count(_EVENT) - self._tail.count(_EVENT)
+        self._events += events
+        self._run.tokens += events
         self._tail = whole[-_TAIL:]
         if _DONE in self._tail and whole.endswith(b"0\r\n\r\n"):
             self._run.done(self._sent_ns, self._first_ns, self._events - 1)
@@ -90,7 +93,7 @@ class _Run:
 
     def done(self, sent_ns: int, first_ns: int, events: int) -> None:
         now_ns = time.perf_counter_ns()
-        self.tokens += events
+        self.tokens -= 1  # the last event is no token
         self.ttft_ms.append((first_ns - sent_ns) / 1e6)
         if events > 1:
             self.per_token_us.append((now_ns - first_ns) / 1e3 / (events - 1))
@@ -105,29 +108,40 @@ def request(address: str, body: bytes) -> bytes:
     return head.encode() + body
 
 
+async def _until_whole(run: _Run, answers: int, at_least_s: float) -> None:
+    started_s = time.monotonic()
+    await asyncio.sleep(at_least_s)
+    while len(run.ttft_ms) < answers:
+        await asyncio.sleep(0.1)
+        if run.complaint:
+            raise RuntimeError(f"an answer was no stream: {run.complaint!r}")
+        if time.monotonic() - started_s > PATIENCE_S:
+            raise RuntimeError(f"{len(run.ttft_ms)} answers of {answers} were whole within {PATIENCE_S} s")
+
+
 async def load(address: str, bodies: list[bytes], streams: int, warm_up_s: float, measured_s: float) -> Measured:
-    """Keep ``streams`` streams open for a while, and say what came of the part behind the warm-up."""
+    """Keep ``streams`` streams open for a while, and say what came of the part behind the warm-up.
+
+    Both parts last longer than asked where it takes longer until as many answers as streams are whole. Raises
+    ``RuntimeError`` when that takes more than ``PATIENCE_S``, and for an answer that is no stream.
+    """
     host, _, port = address.rpartition(":")
     run = _Run([request(address, body) for body in bodies])
     loop = asyncio.get_running_loop()
     for _ in range(streams):
         await loop.create_connection(lambda: _Stream(run), host, int(port))
-    await asyncio.sleep(warm_up_s)
+    await _until_whole(run, streams, warm_up_s)
     run.ttft_ms.clear()
     run.per_token_us.clear()
     run.tokens = 0
     started_s = time.monotonic()
-    await asyncio.sleep(measured_s)
+    await _until_whole(run, streams, measured_s)
     wall_s = time.monotonic() - started_s
     requests, tokens = len(run.ttft_ms), run.tokens
     ttft_ms, per_token_us = sorted(run.ttft_ms), run.per_token_us
     run.over = True
     for transport in run.transports:
         transport.abort()
-    if run.complaint:
-        raise RuntimeError(f"an answer was no stream: {run.complaint!r}")
-    if not requests:
-        raise RuntimeError(f"no stream of {streams} was whole within {measured_s} s")
     return Measured(
         requests=requests,
         tokens=tokens,

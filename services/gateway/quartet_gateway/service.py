@@ -27,7 +27,7 @@ _STALE_INVENTORIES = 3.5
 """A node (or another gateway) is gone after this many intervals of silence: three lost in a row, and some delay."""
 
 _BEFORE_THE_STREAM_BYTES = 1024 * 1024
-"""What may arrive of an answer before its handler has had a turn to begin the stream: no client is to blame for that."""
+"""What may arrive of an answer before its handler had a turn to begin the stream: no client is to blame for that."""
 
 _TENANTS_CHECK_S = 1.0
 """How often the file of keys and limits is looked at."""
