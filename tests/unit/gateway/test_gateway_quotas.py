@@ -6,7 +6,7 @@ from quartet_bus.config.schema import LimitSection
 from quartet_bus.messages import GatewayLife, QuotaClaim, TenantClaim
 from quartet_core.openai import Refused
 from quartet_gateway.peers import Peers
-from quartet_gateway.quotas import Quotas
+from quartet_gateway.quotas import MAX_TOLD, Quotas
 
 
 class Gateway:
@@ -56,6 +56,18 @@ def test_what_another_gateway_claims_is_not_there_to_be_used():
     gateway.turn(2)
     gateway.quotas.admit_request("acme", 2)
     assert refused(gateway.quotas.admit_request, "acme", 2).status == 429
+
+
+def test_of_more_tenants_than_a_message_should_carry_those_with_most_use_are_told():
+    gateway = Gateway()
+    gateway.quotas.replace({f"t{number}": LimitSection(requests_per_minute=9) for number in range(MAX_TOLD + 10)})
+    gateway.quotas._on_first = lambda: None  # a turn for each of them would take its time
+    for number in range(MAX_TOLD + 10):
+        for _ in range(2 if number < 5 else 1):
+            gateway.quotas.admit_request(f"t{number}", 0)
+    told = gateway.turn(1)
+    assert len(told) == MAX_TOLD
+    assert all(told[f"t{number}"].requests.used == 2 for number in range(5))
 
 
 def test_limits_that_change_count_what_was_used_before():
