@@ -7,11 +7,11 @@ READY := $(VENV)/.ready
 ARGS ?=
 ONLY ?=
 
-.PHONY: help demo up test check bench study proto clean
+.PHONY: help demo up test check bench study load-test proto clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## the main job: a real trace over a mixed fleet, beside round-robin (ARGS="--seconds 30")
 	@$(BIN)/quartet demo $(ARGS)
@@ -36,14 +36,17 @@ bench: $(READY) ## measured figures, one JSON line each (ONLY=decision)
 study: $(READY) ## the simulator's tables in docs/simulation.md (ONLY=policies; all of them take about an hour)
 	@$(BIN)/quartet simulate --study $(or $(ONLY),all)
 
+load-test: $(READY) ## aiperf, in a virtual environment of its own, against a whole fleet (ARGS="--requests 300")
+	@$(BIN)/python tests/load/run.py $(ARGS)
+
 proto: $(READY) ## generate the gRPC stubs anew
 	$(BIN)/python libs/rpc/generate.py
 
 clean: ## remove the virtual environment, caches and run directories
-	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-load .run .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): requirements.txt requirements-dev.txt pyproject.toml $(addsuffix pyproject.toml,$(DISTRIBUTIONS))
+$(READY): requirements.txt requirements-dev.txt requirements-tokenizer.txt pyproject.toml $(addsuffix pyproject.toml,$(DISTRIBUTIONS))
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Quartet needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another one with make PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@echo "installing pinned requirements into $(VENV) (about half a minute, once)"

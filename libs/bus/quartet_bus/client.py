@@ -12,6 +12,7 @@ gaps found, and a cancel on the bus whenever an answer is no longer wanted.
 import asyncio
 import random
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -184,6 +185,7 @@ class Answer:
         self._workers: dict[tuple[int, int], str] = {}
         self._chunks: deque[bytes] = deque()
         self._buffered_bytes = 0
+        self._take: Callable[[bytes], None] | None = None
         self._error: InferError | None = None
         self._news = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -216,6 +218,22 @@ class Answer:
         chunk = self._chunks.popleft()
         self._buffered_bytes -= len(chunk)
         return chunk
+
+    async def pour(self, take: Callable[[bytes], None]) -> None:
+        """Call ``take`` with every chunk as it comes, until the end: no task is woken for a chunk, only for the end.
+
+        ``take`` must neither raise nor wait, and bounds what it keeps itself. Raises ``InferError`` when the answer
+        breaks off. For one that is not iterated as well.
+        """
+        self._take = take
+        while self._chunks:
+            take(self._chunks.popleft())
+        self._buffered_bytes = 0
+        while not self._receiver.over:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
 
     async def __aenter__(self) -> Self:
         return self
@@ -314,6 +332,9 @@ class Answer:
             self._fail(InferError(expired.status, expired.body), "deadline")
 
     def _deliver(self, chunk: bytes) -> None:
+        if self._take is not None:
+            self._take(chunk)
+            return
         if self._chunks and self._buffered_bytes + len(chunk) > self._client.buffer_bytes:
             body = ErrorBody("The answer was not read quickly enough.", "server_error", code="slow_reader")
             self._fail(InferError(500, body), "slow reader")

@@ -72,8 +72,8 @@ class KvLayout(Struct, frozen=True):
 class WorkerInfo(Struct, frozen=True):
     """Static facts of one routable engine replica.
 
-    ``capabilities`` are any of handshake, export, import, reserve, page. ``role`` is what operators allow it to do.
-    ``step_ms`` is the engine's step at an empty batch, for the frozen verdict.
+    ``capabilities`` are any of handshake, export, import, reserve, page, embeddings. ``role`` is what operators allow
+    it to do. ``step_ms`` is the engine's step at an empty batch, for the frozen verdict.
     """
 
     id: str
@@ -586,6 +586,34 @@ class ControlReply(Struct):
     instance: str = ""
     reason: str = ""
     payload: bytes = b"{}"
+
+
+class QuotaClaim(Struct, frozen=True, array_like=True):
+    """What one gateway used and took of one limit, and what it was asked for (``quartet_core.quota.Claim``)."""
+
+    used: Count = 0
+    taken: Count = 0
+    asked: Count = 0
+    wanted: Count = 0
+
+
+class TenantClaim(Struct, frozen=True, array_like=True):
+    """What one gateway claims of a tenant's two limits; all zero where there is none."""
+
+    requests: QuotaClaim = QuotaClaim()
+    tokens: QuotaClaim = QuotaClaim()
+
+
+class GatewayLife(Struct):
+    """A gateway's word, once a second, that it lives; ``leaving`` is its last one.
+
+    ``gateway`` is a name that no other life of a gateway has. ``claims`` are by tenant, and only of tenants that have
+    limits and were heard of in the last minute.
+    """
+
+    gateway: str
+    claims: dict[str, TenantClaim] = field(default_factory=dict)
+    leaving: bool = False
 
 
 class PrefetchVerb(StrEnum):

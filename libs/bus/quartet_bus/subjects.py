@@ -17,6 +17,7 @@ from quartet_bus.messages import (
     FleetDelta,
     FleetSnapshot,
     Forecast,
+    GatewayLife,
     KvCommand,
     LedgerNote,
     LinkTable,
@@ -238,6 +239,11 @@ def control(service: str, instance: str, verb: str) -> Topic[ControlRequest]:
 def control_all(service: str, instance: str) -> Topic[ControlRequest]:
     """Every verb for one instance."""
     return Topic(f"{PREFIX}.ctl.{token(service)}.{token(instance)}.*", ControlRequest)
+
+
+def gateway_life() -> Topic[GatewayLife]:
+    """Which gateways live, and what each has taken of the tenants' limits."""
+    return Topic(f"{PREFIX}.gateways", GatewayLife)
 
 
 def prefetch(node: str) -> Topic[PrefetchCommand]:

@@ -1,8 +1,8 @@
 """Hard filters: which workers may be thought of at all for a request, before any policy weighs them.
 
-Filters that say "must" (model, alive, accepting, not tried yet, context length) may leave nobody; filters that say
-"should" (not suspect, enough free KV, long prompts to long-context classes and not to workers at a limit) never take
-the last candidate.
+Filters that say "must" (model, alive, accepting, not tried yet, context length, or embeddings where they are asked)
+may leave nobody; filters that say "should" (not suspect, enough free KV, long prompts to long-context classes and not
+to workers at a limit) never take the last candidate.
 """
 
 from quartet_core.affinity import AffinityTable
@@ -15,6 +15,10 @@ _GRAIN, _MAX_PROBES = 24, 14
 """Cached depths are told apart to 1/24 of the prompt, of prompts above 49k tokens to the ladder's longest step, with at
 most so many probes. On the session trace what is then decided is what a look at every rung would have decided
 (``docs/affinity.md``, column "looking at every rung")."""
+
+
+EMBEDDINGS = "embeddings"
+"""The capability of a worker whose engine answers ``/v1/embeddings``."""
 
 
 class Filters:
@@ -47,9 +51,14 @@ class Filters:
         # A worker with nothing to do is not full, whatever its last step said: only work makes it say anything new.
         idle = self._queues[0] & self._batches[0]
         fits = roomy = long_context = 0
+        embeds, offered = ask.embeds, False
         for kind in fleet.kinds_of[ask.model]:
             plane = kind.plane & alive
-            if not plane or whole_tokens > kind.max_context or whole_tokens > kind.kv_tokens:
+            if embeds:
+                if EMBEDDINGS not in kind.facts.capabilities:
+                    continue
+                offered = True  # maybe by the dead alone
+            elif not plane or whole_tokens > kind.max_context or whole_tokens > kind.kv_tokens:
                 continue
             fits |= plane
             # Workers below the level that surely has room.
@@ -59,7 +68,7 @@ class Filters:
             if kind.long_context:
                 long_context |= kind.plane
         if not fits:
-            return Reason.TOO_LONG
+            return Reason.TOO_LONG if not embeds else Reason.NO_WORKER if offered else Reason.NO_EMBEDDINGS
         working = fits & fleet.accepting & fleet.open
         accepting = working & ~ask.excluded if ask.excluded else working
         if not accepting:

@@ -19,6 +19,7 @@ class Endpoint(StrEnum):
 
     CHAT = "chat.completions"
     COMPLETIONS = "completions"
+    EMBEDDINGS = "embeddings"
 
 
 class ErrorBody(Struct, omit_defaults=False):
@@ -75,6 +76,11 @@ def too_long(tokens: int, limit: int) -> Refused:
         "messages",
         "context_length_exceeded",
     )
+
+
+def no_embeddings(model: str) -> Refused:
+    """400: no engine that serves the model makes embeddings."""
+    return invalid(f"The model `{model}` does not offer embeddings.", "model", "embeddings_not_offered")
 
 
 def no_worker(model: str) -> Refused:
@@ -138,6 +144,7 @@ class _Body(Struct):
     prompt: Raw | UnsetType = UNSET
     messages: Raw | UnsetType = UNSET
     tools: Raw | UnsetType = UNSET
+    input: Raw | UnsetType = UNSET
     max_tokens: Any = UNSET
     max_completion_tokens: Any = UNSET
     stream: Any = UNSET
@@ -145,7 +152,7 @@ class _Body(Struct):
 
 
 class Inference(Struct):
-    """What routing reads of a request body.
+    """What routing reads of a request body; of embeddings, all inputs together are the prompt.
 
     ``prompt_ids`` is the prompt as token ids when the client sent ids; else ``prompt_text`` is its UTF-8 text (of a
     chat: compact JSON with sorted keys of tools and messages, so that equal conversations have equal bytes).
@@ -169,6 +176,7 @@ class Inference(Struct):
 _body = msgspec.json.Decoder(_Body)
 _ids = msgspec.json.Decoder(list[int])
 _text = msgspec.json.Decoder(str)
+_inputs = msgspec.json.Decoder(str | list[str | int | list[int]])
 _any = msgspec.json.Decoder(Any)
 _messages = msgspec.json.Decoder(list[dict[str, Any]])
 _QUOTE = ord('"')
@@ -181,7 +189,7 @@ _sorted = msgspec.json.Encoder(order="deterministic")
 
 
 def parse(body: bytes, *, prompt: bool = True) -> Inference:
-    """Read a chat or completions body. Raises ``Refused`` (400, naming the field) for anything that is neither.
+    """Read a chat, completions or embeddings body. Raises ``Refused`` (400, naming the field) for anything else.
 
     ``prompt`` False leaves the prompt unread, for a router whose gateway has sketched it already.
     """
@@ -209,8 +217,16 @@ def parse(body: bytes, *, prompt: bool = True) -> Inference:
         inference.endpoint = Endpoint.COMPLETIONS
         if prompt:
             _read_prompt(fields.prompt, inference)
+    elif fields.input is not UNSET:
+        inference.endpoint = Endpoint.EMBEDDINGS
+        if inference.stream:
+            raise invalid("`stream` must be absent: embeddings come in one piece.", "stream")
+        if prompt:
+            _read_inputs(fields.input, inference)
     else:
-        raise invalid("One of `messages` (chat) or `prompt` (completions) is required.", "messages")
+        raise invalid(
+            "One of `messages` (chat), `prompt` (completions) or `input` (embeddings) is required.", "messages"
+        )
     return inference
 
 
@@ -278,3 +294,37 @@ def _read_prompt(raw: Raw, inference: Inference) -> None:
     if min(ids) < 0 or max(ids) > 0xFFFFFFFF:
         raise invalid("`prompt` holds a token id outside 0..4294967295.", "prompt")
     inference.prompt_ids = ids
+
+
+def _read_inputs(raw: Raw, inference: Inference) -> None:
+    inputs = embedding_inputs(raw)
+    ids = [token for each in inputs if isinstance(each, list) for token in each]
+    if ids:
+        inference.prompt_ids = ids
+    else:
+        inference.prompt_text = "\0".join(each for each in inputs if isinstance(each, str)).encode()
+
+
+def embedding_inputs(raw: Raw) -> list[str] | list[list[int]]:
+    """The inputs to embed, one or many, as texts or as token ids. Raises ``Refused`` (400, naming ``input``)."""
+    try:
+        told = _inputs.decode(raw)
+    except msgspec.DecodeError:
+        told = []
+    inputs: list[Any] = [told] if isinstance(told, str) else list(told)
+    kinds = {type(each) for each in inputs}
+    if kinds == {int}:
+        inputs, kinds = [inputs], {list}
+    if len(kinds) != 1 or not all(inputs):
+        raise invalid(
+            "`input` must be a text, a list of texts, a list of token ids, or a list of such lists; none may be empty.",
+            "input",
+        )
+    try:
+        if isinstance(inputs[0], str):
+            "".join(inputs).encode()
+        elif not all(0 <= token <= 0xFFFFFFFF for each in inputs for token in each):
+            raise invalid("`input` holds a token id outside 0..4294967295.", "input")
+    except UnicodeEncodeError as error:
+        raise invalid(f"`input` is not valid text: {error}", "input") from None
+    return inputs

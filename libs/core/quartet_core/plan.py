@@ -27,6 +27,9 @@ class Ask(Struct):
     plans_split: bool = True
     plans_fetch: bool = False
     whole_first: bool = False
+    embeds: bool = False
+    """Whether it wants embeddings, which only some engines make. How many inputs it has, only its engine knows: each of
+    them must fit a context, not all together."""
     max_tokens: int = 1
     """What the client allows the answer at most, and so what must fit a context; 1 when it sets no limit."""
     most_tokens: float = 0.0
@@ -49,6 +52,7 @@ class Reason(StrEnum):
     NO_WORKER = "no_worker"
     ALL_BUSY = "all_busy"
     TOO_LONG = "too_long"
+    NO_EMBEDDINGS = "no_embeddings"
     NO_PREFILL_WORKER = "no_prefill_worker"
     POLICY_FAILED = "policy_failed"
 

@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from quartet_core.openai import Endpoint, Refused
+from quartet_gateway.browsers import Browsers
 from quartet_gateway.errors import internal, unknown_path, wrong_method
-from quartet_gateway.exchange import Exchange, Outcome
+from quartet_gateway.exchange import REQUEST_ID, Exchange, Outcome
 from quartet_gateway.inference import Completions
-from quartet_gateway.replies import REQUEST_ID, error_reply, headers_of, json_reply
+from quartet_gateway.replies import error_reply, json_reply
 from quartet_gateway.service import GatewayService
 
 Route = Callable[[Exchange], Awaitable[web.StreamResponse]]
@@ -28,10 +30,12 @@ class Door:
 
     def __init__(self, service: GatewayService) -> None:
         self._service = service
+        self._browsers = Browsers(service.config.gateway.cors_origins)
         completions = Completions(service)
         self._routes: dict[str, tuple[str, str, Route]] = {
             "/v1/chat/completions": ("POST", "chat.completions", lambda x: completions.answer(x, Endpoint.CHAT)),
             "/v1/completions": ("POST", "completions", lambda x: completions.answer(x, Endpoint.COMPLETIONS)),
+            "/v1/embeddings": ("POST", "embeddings", lambda x: completions.answer(x, Endpoint.EMBEDDINGS)),
             _MODELS: ("GET", "models", self._models),
             "/health": ("GET", "health", self._health),
             "/ready": ("GET", "ready", self._ready),
@@ -66,7 +70,7 @@ class Door:
         exchange.failed(refused)
         exchange.status = refused.status
         self._account(exchange)
-        return error_reply(refused, exchange.request_id, close=True)
+        return error_reply(refused, exchange, close=True)
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         request = exchange.request
@@ -75,6 +79,11 @@ class Door:
         if route is None:
             raise unknown_path(request.method, path)
         method, exchange.endpoint, answer = route
+        exchange.said.update(self._browsers.headers(request.headers))
+        if self._service.leaving:
+            exchange.said["Connection"] = "close"
+        if request.method == "OPTIONS" and self._browsers.asks_first(request.headers):
+            return web.Response(status=204, headers={**exchange.headers, **self._browsers.allowed(method)})
         if request.method != method and not (request.method == "HEAD" and method == "GET"):
             raise wrong_method(request.method, path, method)
         if path.startswith("/v1/"):
@@ -85,12 +94,15 @@ class Door:
     def _refuse(self, exchange: Exchange, refused: Refused) -> web.StreamResponse:
         exchange.failed(refused)
         exchange.status = refused.status
+        if refused.body.code == "rate_limit_exceeded":
+            self._service.counts.limited.labels(refused.body.type).inc()
+            exchange.said.update(self._service.quotas.headers(exchange.tenant, self._service.now_s()))
         allowed = ""
         if refused.status == 405:
             route = self._route(exchange.request.path)
             allowed = route[0] if route else ""
         close = refused.body.code in _LAST_WORDS
-        return error_reply(refused, exchange.request_id, close=close, allowed=allowed)
+        return error_reply(refused, exchange, close=close, allowed=allowed)
 
     def _route(self, path: str) -> tuple[str, str, Route] | None:
         if path.startswith(_MODELS + "/") and len(path) > len(_MODELS) + 1:
@@ -98,25 +110,27 @@ class Door:
         return self._routes.get(path)
 
     async def _models(self, exchange: Exchange) -> web.StreamResponse:
-        return json_reply(self._service.models.listing(), exchange.request_id)
+        return json_reply(self._service.models.listing(), exchange)
 
     async def _model(self, exchange: Exchange) -> web.StreamResponse:
         name = exchange.request.path[len(_MODELS) + 1 :]
-        return json_reply(self._service.models.entry(name), exchange.request_id)
+        return json_reply(self._service.models.entry(name), exchange)
 
     async def _health(self, exchange: Exchange) -> web.StreamResponse:
-        return json_reply(b'{"status":"ok"}', exchange.request_id)
+        return json_reply(b'{"status":"ok"}', exchange)
 
     async def _ready(self, exchange: Exchange) -> web.StreamResponse:
         reason = self._service.not_ready()
         if reason is not None:
             raise Refused(503, reason, kind="service_unavailable", code="not_ready", retry_after_s=1.0)
-        return json_reply(b'{"status":"ready"}', exchange.request_id)
+        degraded = self._service.tokenizers.degraded
+        told = {"status": "ready", "degraded": degraded} if degraded else {"status": "ready"}
+        return json_reply(msgspec.json.encode(told), exchange)
 
     async def _metrics(self, exchange: Exchange) -> web.StreamResponse:
         return web.Response(
             body=self._service.metrics.exposition(),
-            headers={**headers_of(exchange.request_id), "Content-Type": CONTENT_TYPE_LATEST},
+            headers={**exchange.headers, "Content-Type": CONTENT_TYPE_LATEST},
         )
 
     def _account(self, exchange: Exchange) -> None:

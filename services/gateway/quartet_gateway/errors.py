@@ -87,6 +87,39 @@ def bodies_full(room_bytes: int) -> Refused:
     )
 
 
+def too_many_per_minute(what: str, tenant: str, limit: int, wanted: int, wait_s: float) -> Refused:
+    """429: the tenant used its requests or tokens of this minute; ``wait_s`` is when it may try again."""
+    return Refused(
+        429,
+        f"Rate limit reached for `{tenant}` on {what} per minute: limit {limit}, requested {wanted}. "
+        f"Please try again in {wait_s:g} s.",
+        kind=what,
+        code="rate_limit_exceeded",
+        retry_after_s=wait_s,
+    )
+
+
+def too_many_tokens_at_once(tenant: str, limit: int, wanted: int) -> Refused:
+    """429: the prompt alone is more than the tenant may use in any minute, so that trying again is no use."""
+    return Refused(
+        429,
+        f"Request too large for `{tenant}` on tokens per minute: limit {limit}, requested {wanted}. "
+        "The prompt must be reduced to run.",
+        kind="tokens",
+        code="rate_limit_exceeded",
+    )
+
+
+def header_too_long(limit_bytes: int) -> Refused:
+    """431: the request line or a header field is longer than is read."""
+    return Refused(
+        431,
+        f"The request line and every header field may have at most {limit_bytes} bytes.",
+        kind="invalid_request_error",
+        code="headers_too_large",
+    )
+
+
 def timed_out(timeout_ms: float) -> Refused:
     """504: the answer was not complete in time."""
     return Refused(

@@ -7,8 +7,10 @@ from aiohttp import web
 
 from quartet_core.openai import Refused, too_large
 from quartet_gateway.errors import broken_body, slow_body
+from quartet_gateway.quotas import Grant
 from quartet_gateway.streams import Seat
 
+REQUEST_ID = "x-request-id"
 CLIENT_GONE = 499
 """The status logged for a client that left before its answer began (nginx' convention; it is never sent)."""
 
@@ -28,9 +30,11 @@ class Exchange:
 
     __slots__ = (
         "cached_tokens",
+        "chunks",
         "code",
         "endpoint",
         "first_byte_ns",
+        "grant",
         "model",
         "outcome",
         "output_tokens",
@@ -38,6 +42,7 @@ class Exchange:
         "received_bytes",
         "request",
         "request_id",
+        "said",
         "sent_bytes",
         "started_ns",
         "status",
@@ -48,6 +53,8 @@ class Exchange:
     def __init__(self, request: web.BaseRequest, request_id: str, started_ns: int) -> None:
         self.request = request
         self.request_id = request_id
+        self.said: dict[str, str] = {}
+        """Headers of the answer, whatever it will be, besides those that every answer has."""
         self.started_ns = started_ns
         self.first_byte_ns = 0
         self.endpoint = "other"
@@ -57,11 +64,19 @@ class Exchange:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.cached_tokens = 0
+        self.chunks = 0
+        self.grant: Grant | None = None
+        """What it holds of its tenant's token limit."""
         self.received_bytes = 0
         self.sent_bytes = 0
         self.status = CLIENT_GONE
         self.outcome = Outcome.CLIENT_GONE
         self.code = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the answer says in any case: its request's id, and no more of who answers than it must."""
+        return {REQUEST_ID: self.request_id, "Server": "quartet", **self.said}
 
     async def read_body(self, seat: Seat, *, limit_bytes: int, timeout_ms: int) -> bytes:
         """The whole body, held on ``seat``.

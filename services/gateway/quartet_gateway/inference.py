@@ -8,21 +8,18 @@ from aiohttp import web
 
 from quartet_bus.bus import BusError, PayloadTooLarge
 from quartet_bus.client import Answer, InferError
-from quartet_core.openai import Endpoint, Refused, too_large, upstream
+from quartet_core.openai import Endpoint, Inference, Refused, too_large, upstream
 from quartet_gateway.errors import broker_away, internal
+from quartet_gateway.events import EventStream, Outbox
 from quartet_gateway.exchange import Exchange, Outcome
 from quartet_gateway.passage import request_headers
 from quartet_gateway.prompt import read_inference, sketch_prompt
-from quartet_gateway.replies import EventStream, SlowClient, json_reply
+from quartet_gateway.replies import json_reply
 from quartet_gateway.service import GatewayService
 from quartet_gateway.streams import Seat
 
 _ROOM_FOR_HEADERS_BYTES = 64 * 1024
 """What a message's headers and subject may take of the broker's payload limit."""
-
-
-SLOW_READER = "slow_reader"
-"""The code of the bus client's error for an answer that nobody takes."""
 
 
 class Completions:
@@ -35,13 +32,14 @@ class Completions:
     def __init__(self, service: GatewayService) -> None:
         self._service = service
         self._settings = service.config.gateway
+        self._outbox = Outbox()
 
     async def answer(self, exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
         """The whole exchange. Raises ``Refused`` for what fails before the first byte; later it is an error event."""
         events: EventStream | None = None
         try:
             async with self._service.streams.admit(self._settings.request_timeout_ms) as seat:
-                with _bus_errors_refused():
+                with self._within_limits(exchange), _bus_errors_refused():
                     answer = await self._ask(exchange, seat, endpoint)
                     seat.release()
                     async with aclosing(answer):
@@ -51,15 +49,10 @@ class Completions:
                         events = self._events(exchange)
                         await self._relay(exchange, events, first, answer)
                         _note_usage(exchange, answer)
-        except SlowClient as error:
-            self._drop(exchange, error)
         except Refused as refused:
             if events is None:
                 raise
-            if refused.body.code == SLOW_READER:  # the bus client ran full first, for the same reason
-                self._drop(exchange, refused)
-            else:
-                await self._fail(exchange, events, refused)
+            await self._fail(exchange, events, refused)
         except ConnectionError:
             raise
         except Exception:
@@ -67,8 +60,28 @@ class Completions:
                 raise
             self._service.log.exception("stream failed", request=exchange.request_id)
             await self._fail(exchange, events, internal())
+        finally:
+            if events is not None:
+                events.close()
         assert events is not None
         return events.reply
+
+    @contextmanager
+    def _within_limits(self, exchange: Exchange) -> Iterator[None]:
+        """Count a request inside, and at its end what it came to. Raises ``Refused`` (429)."""
+        service = self._service
+        service.quotas.admit_request(exchange.tenant, service.now_s())
+        used = True
+        try:
+            yield
+        except Refused:
+            used = exchange.first_byte_ns > 0
+            raise
+        finally:
+            if exchange.grant is not None:
+                # What was broken off has no counts of its own: nearly every chunk is one token.
+                output_tokens = exchange.output_tokens or exchange.chunks
+                exchange.grant.settle(exchange.prompt_tokens + output_tokens if used else 0, service.now_s())
 
     async def _ask(self, exchange: Exchange, seat: Seat, endpoint: Endpoint) -> Answer:
         """Publish the request, and return when its answer begins."""
@@ -86,10 +99,19 @@ class Completions:
         service.models.check(model)
         exchange.model = model
         exchange.streamed = inference.stream
-        prompt = await sketch_prompt(inference, exchange.tenant, model, service.models.section(model))
+        prompt = await sketch_prompt(
+            inference, body, exchange.tenant, model, service.models.section(model), service.tokenizers.of(model)
+        )
         exchange.prompt_tokens = prompt.tokens
-        if not prompt.exact:
-            service.counts.inexact_sketches.labels(model).inc()
+        if prompt.inexact:
+            service.counts.inexact_sketches.labels(model, prompt.inexact).inc()
+        exchange.grant = service.quotas.admit_tokens(
+            exchange.tenant,
+            prompt.tokens,
+            _output_tokens(inference, service.models.section(model).max_tokens),
+            service.now_s(),
+        )
+        exchange.said.update(service.quotas.headers(exchange.tenant, service.now_s()))
         left_ms = settings.request_timeout_ms - (service.now_ns() - exchange.started_ns) // 1_000_000
         headers = msgspec.structs.replace(
             headers,
@@ -107,14 +129,15 @@ class Completions:
         exchange.sent_bytes = len(chunks[0])
         exchange.outcome = Outcome.OK
         _note_usage(exchange, answer)
-        return json_reply(chunks[0], exchange.request_id)
+        return json_reply(chunks[0], exchange)
 
     def _events(self, exchange: Exchange) -> EventStream:
         return EventStream(
-            exchange.request,
-            exchange.request_id,
+            exchange,
+            self._outbox,
             limit_bytes=self._settings.slow_client_bytes,
             patience_ms=self._settings.slow_client_ms,
+            on_slow=lambda: self._drop(exchange),
         )
 
     async def _relay(self, exchange: Exchange, events: EventStream, first: bytes | None, answer: Answer) -> None:
@@ -123,31 +146,40 @@ class Completions:
         try:
             await events.begin()
             if first is not None:
-                await events.chunk(first)
-                async for chunk in answer:
-                    await events.chunk(chunk)
+                events.take(first)
+                await answer.pour(events.take)
             await events.done()
             exchange.outcome = Outcome.OK
         finally:
             exchange.sent_bytes = events.sent_bytes
+            exchange.chunks = events.chunks
 
     async def _fail(self, exchange: Exchange, events: EventStream, refused: Refused) -> None:
         exchange.failed(refused)
         self._service.counts.failed_streams.labels(exchange.code).inc()
-        try:
-            await events.error(refused)
-        except SlowClient as error:
-            self._drop(exchange, error)
+        await events.error(refused)
         exchange.sent_bytes = events.sent_bytes
 
-    def _drop(self, exchange: Exchange, error: Exception) -> None:
-        """End the connection of a client that does not read: whatever else we wrote would only wait as well."""
+    def _drop(self, exchange: Exchange) -> None:
+        """End the connection of a client that does not read: whatever else we wrote would only wait as well.
+
+        With the connection ends its handler, and with that the request.
+        """
+        if exchange.outcome is Outcome.SLOW_CLIENT:
+            return
         exchange.outcome = Outcome.SLOW_CLIENT
         self._service.counts.slow_clients.inc()
-        self._service.log.warning("slow client dropped", request=exchange.request_id, error=str(error))
+        self._service.log.warning("slow client dropped", request=exchange.request_id)
         transport = exchange.request.transport
         if transport is not None:
             transport.abort()
+
+
+def _output_tokens(inference: Inference, default: int) -> int:
+    """The most that the answer may have, as far as anybody said."""
+    if inference.endpoint is Endpoint.EMBEDDINGS:
+        return 0
+    return (inference.max_tokens or default) * inference.n
 
 
 def _note_usage(exchange: Exchange, answer: Answer) -> None:

@@ -25,6 +25,16 @@ class GatewayMetrics:
         self.received = metrics.counter("received_bytes", "Bytes of request bodies.")
         self.sent = metrics.counter("sent_bytes", "Bytes of answers, before transfer encoding.")
         self.slow_clients = metrics.counter("slow_clients", "Streams ended because their client did not read them.")
+        self.gateways = metrics.gauge("live_gateways", "Gateways that share the tenants' limits, this one included.")
+        self.limited = metrics.counter(
+            "limited", "Requests refused because their tenant's minute was full.", ("limit",)
+        )
+        self.tenants_reads = metrics.counter(
+            "tenants_reads", "Readings of the changed file of keys and limits.", ("result",)
+        )
         self.inexact_sketches = metrics.counter(
-            "inexact_sketches", "Prompts sketched from text for a model that wants tokens.", ("model",)
+            "inexact_sketches", "Prompts sketched from text for a model that wants tokens.", ("model", "reason")
+        )
+        self.degraded = metrics.gauge(
+            "degraded", "1 for a model that wants sketches of tokens and has no usable tokenizer here.", ("model",)
         )

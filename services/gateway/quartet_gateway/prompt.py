@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from enum import StrEnum
+from typing import TypeVar, TypeVarTuple
 
 from msgspec import Struct
 
@@ -11,6 +12,8 @@ from quartet_core import openai
 from quartet_core.ladder import Sketch, sketch_text, sketch_tokens
 from quartet_core.openai import Endpoint, Inference, invalid
 from quartet_core.salt import salt_of
+from quartet_gateway.tokens.book import PromptTokenizer
+from quartet_gateway.tokens.errors import NotRendered, NotText
 
 THREAD_FROM_BYTES = 256 * 1024
 """Bodies from here on are read in a thread, which lets the loop run between the steps of reading one.
@@ -19,48 +22,89 @@ Reading takes some 0.4 ms for this many bytes of text, and 10 ms for the 6.5 MB 
 the interpreter for less than that.
 """
 
-P = ParamSpec("P")
+_PROMPT_FIELDS = {Endpoint.CHAT: "messages", Endpoint.COMPLETIONS: "prompt", Endpoint.EMBEDDINGS: "input"}
+
+Arguments = TypeVarTuple("Arguments")
 R = TypeVar("R")
 
 
+TOKENIZE_IN_THREAD_FROM_BYTES = 1024
+"""The same for finding out tokens, which takes some 2 us a byte."""
+
+
+class Inexact(StrEnum):
+    """Why a model that wants a sketch of tokens got one of text."""
+
+    NO = ""
+    NO_TOKENIZER = "no_tokenizer"
+    NOT_TEXT = "not_text"
+    NOT_RENDERED = "not_rendered"
+
+
 class Prompt(Struct, frozen=True):
-    """A sketched prompt. ``exact`` is False when the model wants a sketch of tokens and only text was there."""
+    """A sketched prompt, and its length in tokens, which is an estimate where the sketch is one of text."""
 
     sketch: Sketch
     tokens: int
-    exact: bool
+    inexact: Inexact
 
 
 async def read_inference(body: bytes, endpoint: Endpoint) -> Inference:
     """What routing needs of ``body``. Raises ``Refused`` (400): not JSON, not for ``endpoint``, or without a model."""
     inference = await _where_it_fits(len(body), openai.parse, body)
     if inference.endpoint is not endpoint:
-        wanted = "messages" if endpoint is Endpoint.CHAT else "prompt"
-        raise invalid(f"`{wanted}` is required here; this body is one for /v1/{_path(inference.endpoint)}.", wanted)
+        wanted = _PROMPT_FIELDS[endpoint]
+        raise invalid(
+            f"`{wanted}` is required here; this body is one for /v1/{inference.endpoint.replace('.', '/')}.", wanted
+        )
     if not inference.model:
         raise invalid("`model` is required.", "model")
     return inference
 
 
-async def sketch_prompt(inference: Inference, tenant: str, model: str, section: ModelSection) -> Prompt:
+async def sketch_prompt(
+    inference: Inference,
+    body: bytes,
+    tenant: str,
+    model: str,
+    section: ModelSection,
+    tokenizer: PromptTokenizer | None = None,
+) -> Prompt:
     """The prompt's sketch as the configuration of ``model`` wants it, under the salt that isolates ``tenant``."""
     salt = salt_of(tenant, model, isolated=section.isolation, adapter=bool(section.base))
     ids = inference.prompt_ids
     if ids is not None:
         sketch = await _where_it_fits(len(ids) * 4, _of_ids, ids, salt)
-    else:
-        sketch = await _where_it_fits(len(inference.prompt_text), _of_text, inference.prompt_text, salt)
-    return Prompt(sketch, inference.prompt_tokens, exact=ids is not None or section.sketch == "text")
+        return Prompt(sketch, inference.prompt_tokens, Inexact.NO)
+    inexact = Inexact.NO
+    if section.sketch == "tokens":
+        inexact = Inexact.NO_TOKENIZER
+        if tokenizer is not None:
+            exact = await _where_it_fits(
+                len(body), _of_tokens, tokenizer, body, inference.endpoint, salt, most=TOKENIZE_IN_THREAD_FROM_BYTES
+            )
+            if isinstance(exact, Sketch):
+                return Prompt(exact, exact.tokens, Inexact.NO)
+            inexact = exact
+    sketch = await _where_it_fits(len(inference.prompt_text), _of_text, inference.prompt_text, salt)
+    return Prompt(sketch, inference.prompt_tokens, inexact)
 
 
-async def _where_it_fits(size_bytes: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    if size_bytes < THREAD_FROM_BYTES:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
+def _of_tokens(tokenizer: PromptTokenizer, body: bytes, endpoint: Endpoint, salt: bytes) -> Sketch | Inexact:
+    try:
+        return sketch_tokens(tokenizer.prompt_ids(body, endpoint), salt=salt)
+    except NotText:
+        return Inexact.NOT_TEXT
+    except NotRendered:  # the engine will say the same, and better
+        return Inexact.NOT_RENDERED
 
 
-def _path(endpoint: Endpoint) -> str:
-    return "chat/completions" if endpoint is Endpoint.CHAT else "completions"
+async def _where_it_fits(
+    size_bytes: int, work: Callable[[*Arguments], R], *arguments: *Arguments, most: int = THREAD_FROM_BYTES
+) -> R:
+    if size_bytes < most:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
 
 
 def _of_ids(ids: list[int], salt: bytes) -> Sketch:

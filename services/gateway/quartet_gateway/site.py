@@ -4,19 +4,21 @@ aiohttp's low-level server is used, not its Application: the door has a handful 
 an unreadable request line included, must come back as OpenAI's error object.
 """
 
+import asyncio
 import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from quartet_bus.config.check import ConfigError
 from quartet_bus.process import Fault
 from quartet_core.openai import invalid
 from quartet_gateway.door import Door
-from quartet_gateway.errors import internal
+from quartet_gateway.errors import header_too_long, internal
 from quartet_gateway.service import GatewayService
 
 _BACKLOG = 1024
@@ -56,6 +58,8 @@ class _Connection(RequestHandler):
             raise exc
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun; only closing the connection can tell the client")
+        if isinstance(exc, LineTooLong):
+            return self.door.refuse_unreadable(request, header_too_long(self.max_field_size))
         reason = next(iter(str(message or exc).splitlines()), "").rstrip(":")  # further lines quote the request
         refused = internal() if status >= 500 else invalid(f"The request is not valid HTTP: {reason}.")
         return self.door.refuse_unreadable(request, refused)
@@ -77,11 +81,14 @@ class _HttpServer(web.Server):
         super().__init__(self._door.handle, handler_cancellation=True)
 
     def __call__(self) -> RequestHandler:
+        settings = self._service.config.gateway
         connection = _Connection(
             self,
             loop=self._loop,
             access_log=None,  # type: ignore[arg-type]  # None switches it off; the door writes its own
-            keepalive_timeout=self._service.config.gateway.idle_timeout_ms / 1e3,
+            keepalive_timeout=settings.idle_timeout_ms / 1e3,
+            max_line_size=settings.max_header_bytes,
+            max_field_size=settings.max_header_bytes,
         )
         connection.door = self._door
         connection.service = self._service
@@ -90,16 +97,17 @@ class _HttpServer(web.Server):
 
 @asynccontextmanager
 async def http_site(service: GatewayService) -> AsyncIterator[None]:
-    """Serve HTTP inside. At the end: accept nobody, let open streams finish, end what is left, close.
+    """Serve HTTP inside. At the end: say so, accept nobody, let open streams finish, end what is left, close.
 
     Raises ``CannotListen``, or ``ConfigError`` when ``gateway.listen`` is no address.
     """
-    listen = service.config.gateway.listen
+    settings = service.config.gateway
+    listen = settings.listen
     host, port = _address(listen)
     runner = web.ServerRunner(_HttpServer(service), shutdown_timeout=_CLOSE_S)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port, backlog=_BACKLOG)
+        site = web.TCPSite(runner, host, port, backlog=_BACKLOG, reuse_port=settings.reuse_port or None)
         try:
             await site.start()
         except OSError as error:
@@ -110,6 +118,10 @@ async def http_site(service: GatewayService) -> AsyncIterator[None]:
         try:
             yield
         finally:
+            service.leave()
+            if settings.drain_notice_ms:
+                service.log.info("leaving", listens_for_ms=settings.drain_notice_ms)
+                await asyncio.sleep(settings.drain_notice_ms / 1e3)
             await site.stop()
             ended = await service.streams.drain(service.config.service.stop_timeout_ms / 1e3)
             if ended:

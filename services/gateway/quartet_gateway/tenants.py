@@ -14,7 +14,7 @@ _SCHEME = "bearer "
 
 
 class ApiKeys:
-    """Finds the tenant of a request. Without ``keys``, every request is the ``anonymous`` tenant's.
+    """Finds the tenant of a request. Without ``keys``, and unless they are ``required``, all are ``anonymous``'s.
 
     Raises ``ConfigError`` for a table that is not hashes and tenants.
 
@@ -22,28 +22,30 @@ class ApiKeys:
     as for a wrong one, whatever part of a hash an attacker might match.
     """
 
-    def __init__(self, keys: Mapping[str, str], anonymous: str) -> None:
+    def __init__(self, keys: Mapping[str, str], anonymous: str, *, required: bool = False) -> None:
         if not anonymous:
             raise ConfigError("configuration", "gateway.anonymous_tenant", anonymous, "must name a tenant")
         self._anonymous = anonymous
         self._secret = secrets.token_bytes(32)
         self._tenants: dict[bytes, tuple[bytes, str]] = {}
         for text, tenant in keys.items():
-            if not _HASH.fullmatch(text.lower()):
-                raise _wrong(text, "must be the SHA-256 of an API key as 64 hex digits")
+            self.check("configuration", text)
             if not tenant:
-                raise _wrong(text, "must name a tenant")
+                raise _wrong("configuration", text, "must name a tenant")
             digest = bytes.fromhex(text)
             self._tenants[self._blind(digest)] = (digest, tenant)
-
-    @property
-    def required(self) -> bool:
+        self.required = required or bool(self._tenants)
         """Whether a request needs a key."""
-        return bool(self._tenants)
+
+    @staticmethod
+    def check(file: str, text: str) -> None:
+        """Raise ``ConfigError`` for an entry of ``file`` that is no hash, without repeating it."""
+        if not _HASH.fullmatch(text.lower()):
+            raise _wrong(file, text, "must be the SHA-256 of an API key as 64 hex digits")
 
     def tenant(self, authorization: str | None) -> str:
         """The tenant that the ``Authorization`` header proves. Raises ``Refused`` (401)."""
-        if not self._tenants:
+        if not self.required:
             return self._anonymous
         if authorization is None or authorization[: len(_SCHEME)].lower() != _SCHEME:
             raise missing_key()
@@ -57,6 +59,6 @@ class ApiKeys:
         return blake2b(digest, key=self._secret, digest_size=16).digest()
 
 
-def _wrong(entry: str, allowed: str) -> ConfigError:
+def _wrong(file: str, entry: str, allowed: str) -> ConfigError:
     # Only its first characters: somebody may have written the key itself, and this line goes to a log.
-    return ConfigError("configuration", "gateway.keys", f"{entry[:4]}...", allowed)
+    return ConfigError(file, "gateway.keys" if file == "configuration" else "keys", f"{entry[:4]}...", allowed)

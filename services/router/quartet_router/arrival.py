@@ -9,7 +9,7 @@ from quartet_bus.headers import RequestHeaders, parse_headers
 from quartet_core import openai
 from quartet_core.ladder import Sketch, sketch_text, sketch_tokens
 from quartet_core.lengths import OutputLengths
-from quartet_core.openai import Inference
+from quartet_core.openai import Endpoint, Inference
 from quartet_core.plan import Ask
 from quartet_core.salt import salt_of
 from quartet_router.flight import Flight
@@ -42,6 +42,8 @@ class Arrivals:
         sketched = headers.sketch is not None
         inference = openai.parse(message.data, prompt=not sketched)
         sketch = headers.sketch if headers.sketch is not None else _sketch(inference, salt)
+        embeds = inference.endpoint is Endpoint.EMBEDDINGS
+        max_tokens = 1 if embeds else inference.max_tokens
         prompt_tokens = headers.prompt_tokens or (sketch.tokens if sketched else inference.prompt_tokens)
         router = self._config.router
         return Flight(
@@ -54,12 +56,13 @@ class Arrivals:
             ask=Ask(
                 model=model,
                 prompt_tokens=max(1, prompt_tokens),
-                output_tokens=self._lengths.expect(tenant, model, inference.max_tokens),
-                max_tokens=inference.max_tokens or 1,
-                most_tokens=self._lengths.quantile(tenant, model, _MOST, inference.max_tokens),
+                output_tokens=self._lengths.expect(tenant, model, max_tokens),
+                max_tokens=max_tokens or 1,
+                most_tokens=self._lengths.quantile(tenant, model, _MOST, max_tokens),
                 ttft_ms=headers.ttft_ms or section.ttft_ms,
                 tpot_ms=headers.tpot_ms or section.tpot_ms,
                 sketch=sketch,
+                embeds=embeds,
             ),
             max_tries=router.max_tries,
             arrived_ms=now_ms,

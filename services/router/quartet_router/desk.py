@@ -141,7 +141,7 @@ class Desk:
         it accounted for then: nothing of that is on a request's way."""
         ask = flight.ask
         ask.waited_ms = now_ms - flight.arrived_ms
-        moves = self._routing.links.live(now_ms)
+        moves = self._routing.links.live(now_ms) and not ask.embeds
         # A retry goes to one worker, if any can do all of it: what failed may be whatever moves KV.
         ask.whole_first = flight.dispatch.try_ > 0
         ask.plans_split = self._router.split and moves and not self._gives_up_splitting(flight)
@@ -194,6 +194,8 @@ class Desk:
                 flight,
                 openai.too_long(flight.ask.prompt_tokens + flight.ask.max_tokens, self._routing.longest_context(model)),
             )
+        elif decision.reason is Reason.NO_EMBEDDINGS:
+            self.fail(flight, openai.no_embeddings(model))
         elif decision.reason is Reason.ALL_BUSY:
             self.fail(flight, openai.all_busy(model, _RETRY_AFTER_S))
         elif decision.reason is Reason.POLICY_FAILED:

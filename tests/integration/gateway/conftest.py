@@ -53,7 +53,8 @@ class Fleet:
 
     ``say N`` words; ``forever`` words until cancelled, or until ``finish`` is set; ``flood N`` words of N bytes until
     cancelled; ``mute`` accepts and says nothing but that it is alive; ``fail STATUS`` before the first chunk;
-    ``break N`` an error after N words; ``twice`` two objects; ``odd`` a chunk of several lines.
+    ``break N`` an error after N words; ``call`` a tool call in two pieces and the usage; ``twice`` two objects;
+    ``odd`` a chunk of several lines.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -97,7 +98,7 @@ class Fleet:
 
     async def _answer(self, message: Message, headers: RequestHeaders) -> None:
         body = json.loads(message.data)
-        said = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        said = body["messages"][-1]["content"] if "messages" in body else body.get("prompt", "say 1")
         words = said.split()
         verb, count = words[0], int(words[1]) if words[1:] else 0
         stream = StreamId(headers.request_id, headers.attempt, 1)
@@ -115,6 +116,10 @@ class Fleet:
                 author.chunk(whole(body, "b"))
             elif verb == "odd":
                 author.chunk(b'{\n "odd": 1\n}')
+            elif verb == "call":
+                for name, arguments in (("f", '{"n":'), (None, "0}")):
+                    author.chunk(tool_call(body, name, arguments))
+                author.chunk(usage_of(body))
             elif not body.get("stream"):
                 author.chunk(whole(body, " ".join(f"w{n}" for n in range(count))))
             elif verb == "say":
@@ -146,8 +151,26 @@ def chunk(body: dict[str, Any], text: str) -> bytes:
     return json.dumps(answer, separators=(" ,", " : ")).encode()
 
 
+def tool_call(body: dict[str, Any], name: str | None, arguments: str) -> bytes:
+    """A streamed piece of a tool call."""
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    choice = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}
+    answer = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": body["model"], "choices": [choice]}
+    return json.dumps(answer).encode()
+
+
+def usage_of(body: dict[str, Any]) -> bytes:
+    """The chunk behind the last one, where usage was asked for."""
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    answer = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": body["model"], "choices": []}
+    return json.dumps({**answer, "usage": usage}).encode()
+
+
 def whole(body: dict[str, Any], text: str) -> bytes:
-    """One answer of either endpoint."""
+    """One answer of any endpoint."""
+    if "input" in body:
+        data = [{"object": "embedding", "index": 0, "embedding": [0.5, -0.5]}]
+        return json.dumps({"object": "list", "data": data, "model": body["model"], "usage": {}}).encode()
     if "messages" in body:
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         kind = "chat.completion"
@@ -206,7 +229,7 @@ def eventually() -> Callable[[Callable[[], bool], float], Awaitable[None]]:
     return wait_for
 
 
-Build = Callable[[Config], Awaitable[House]]
+Build = Callable[..., Awaitable[House]]
 NewBus = Callable[[], Awaitable[Bus]]
 
 
@@ -236,12 +259,13 @@ async def build(new_bus: NewBus) -> AsyncIterator[Build]:
     """Starts gateways, and stops what a test left running."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(config: Config) -> House:
+        async def start(config: Config, instance: str = "g1", fleet: Fleet | None = None) -> House:
             config.gateway.listen = "127.0.0.1:0"
-            fleet = Fleet(await new_bus())
-            await fleet.start()
-            stack.push_async_callback(fleet.stop)
-            gateway = GatewayService(await new_bus(), config, instance="g1", random=random.Random(7))
+            if fleet is None:
+                fleet = Fleet(await new_bus())
+                await fleet.start()
+                stack.push_async_callback(fleet.stop)
+            gateway = GatewayService(await new_bus(), config, instance=instance, random=random.Random(instance))
             await gateway.start()
             stack.push_async_callback(gateway.stop)
             site = http_site(gateway)

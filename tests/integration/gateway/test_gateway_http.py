@@ -1,6 +1,7 @@
 """The HTTP door byte by byte: what curl, a proxy or an attacker sees."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
@@ -13,6 +14,7 @@ from structlog.testing import CapturingLogger
 from quartet_bus.config.schema import Config
 from quartet_core.ladder import sketch_text
 from quartet_core.openai import parse
+from quartet_gateway.events import EventStream
 from quartet_gateway.site import CannotListen, http_site
 
 CHAT = "/v1/chat/completions"
@@ -158,8 +160,33 @@ async def test_what_is_not_http_is_an_error_object_too(house):
     assert answer.startswith(b"HTTP/1.0 400 ")
     assert b'{"error":{"message":"The request is not valid HTTP' in answer
     answer = await raw(house.port, b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 20_000 + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.0 431 ")
+    assert b'"code":"headers_too_large"' in answer
+    many = b"".join(b"X-%d: y\r\n" % number for number in range(5000))
+    answer = await raw(house.port, b"GET /health HTTP/1.1\r\nHost: x\r\n" + many + b"\r\n")
     assert answer.startswith(b"HTTP/1.0 400 ")
     assert b'{"error":{"message":' in answer
+
+
+async def test_a_header_that_never_ends_is_not_waited_for(build):
+    """One byte now and then keeps a connection busy, but not open."""
+    config = Config()
+    config.gateway.idle_timeout_ms = 300
+    house = await build(config)
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.port)
+    writer.write(b"GET /health HTTP/1.1\r\nX-Slow: ")
+
+    async def drip() -> None:
+        while True:
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+
+    dripping = asyncio.create_task(drip())
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):  # it was closed with a byte unread
+            assert await reader.read() == b""
+    dripping.cancel()
+    writer.close()
 
 
 async def test_a_body_over_the_limit_is_413_whether_or_not_it_says_its_length(build):
@@ -292,6 +319,36 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
         await loop.sock_sendall(client, head + body)
         await eventually(lambda: bool(house.fleet.cancels) and not house.gateway.streams.open, 20)
     assert house.count("slow_clients_total") == 1
+
+
+async def test_a_client_that_catches_up_in_time_misses_nothing(build, eventually, monkeypatch):
+    waiting: list[EventStream] = []
+    catch_up = EventStream._catch_up
+
+    async def noted(stream: EventStream) -> None:
+        waiting.append(stream)
+        await catch_up(stream)
+
+    monkeypatch.setattr(EventStream, "_catch_up", noted)
+    config = Config()
+    config.gateway.slow_client_bytes = 4 * 1024 * 1024
+    house = await build(config)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", house.port))
+        body = chat("flood 4000", stream=True)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        await loop.sock_sendall(client, head + body)
+        await eventually(lambda: bool(waiting), 20)
+        house.fleet.finish.set()
+        got = bytearray()
+        async with asyncio.timeout(20):
+            while not got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                got += await loop.sock_recv(client, 1 << 20)
+    assert got.count(b"data: {") == waiting[0].chunks > 1000
+    assert house.count("slow_clients_total") == 0
 
 
 async def test_a_client_that_closes_its_connection_is_noticed_while_nothing_is_sent(house):

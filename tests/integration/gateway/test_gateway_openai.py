@@ -1,6 +1,7 @@
 """The official ``openai`` client, sync and async, against a real HTTP door."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from hashlib import sha256
 
@@ -33,6 +34,36 @@ async def test_chat_streamed(client):
     stream = await client.chat.completions.create(model=MODEL, messages=asking("say 50"), stream=True)
     words = [chunk.choices[0].delta.content async for chunk in stream]
     assert words == [f"w{n} " for n in range(50)]
+
+
+async def test_every_field_reaches_the_engine_and_its_tool_calls_and_usage_come_back_as_they_are(house, client):
+    fields = {
+        "n": 2,
+        "stop": ["\n", "END"],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "response_format": {"type": "json_object"},
+        "logit_bias": {"7": -100},
+        "stream_options": {"include_usage": True},
+        "seed": 7,
+        "user": "u",
+    }
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=asking("call 2"), stream=True, extra_body={"top_k": 5, "odd": {"a": [1]}}, **fields
+    )
+    chunks = [chunk async for chunk in stream]
+    sent = json.loads(house.fleet.requests[0].data)
+    assert sent == {
+        "model": MODEL,
+        "messages": asking("call 2"),
+        "stream": True,
+        "top_k": 5,
+        "odd": {"a": [1]},
+        **fields,
+    }
+    calls = [chunk.choices[0].delta.tool_calls[0].function for chunk in chunks if chunk.choices]
+    assert [(call.name, call.arguments) for call in calls] == [("f", '{"n":'), (None, "0}")]
+    assert chunks[-1].usage.total_tokens == 5
 
 
 async def test_completions_streamed_and_in_one_piece(client):

@@ -1,6 +1,7 @@
 """The gateway as the process that is deployed: uvloop, signals, exit codes, and ``curl`` as the client."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 import signal
@@ -143,3 +144,53 @@ async def test_a_wrong_configuration_is_one_line_and_exit_2(tmp_path, text, line
     assert code == 2
     assert len(said) == 1
     assert said[0].endswith(line)
+
+
+async def test_gateways_of_one_host_share_a_port_and_one_may_leave(running, tmp_path):
+    """The kernel gives each new connection to one of them."""
+    port = free_port()
+    config = tmp_path / "shared.toml"
+    text = (tmp_path / "quartet.toml").read_text().replace(running.url.removeprefix("http://"), f"127.0.0.1:{port}")
+    config.write_text(text + "gateway.reuse_port = true\ngateway.drain_notice_ms = 300\n")
+    url = f"http://127.0.0.1:{port}"
+    processes = [await spawn(config)]
+    await asyncio.sleep(0.1)  # start times, which tell them apart, are hundredths of a second
+    processes.append(await spawn(config))
+    try:
+        answered = await who_answers(url, at_least=2)
+        assert len(answered) == 2
+        processes[0].send_signal(signal.SIGTERM)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            while processes[0].returncode is None:
+                reply = await http.post(url + CHAT, data=chat("say 2"))
+                assert (reply.status, (await reply.read())[-14:]) == (200, b"data: [DONE]\n\n")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(processes[0].wait(), 0.01)
+        assert processes[0].returncode == 0
+        assert len(await who_answers(url, at_least=1)) == 1
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def who_answers(url: str, *, at_least: int) -> set[str]:
+    """Ask on fresh connections until so many different processes answered, and a while longer; their start times."""
+    seen: set[str] = set()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+        async with asyncio.timeout(20):
+            while len(seen) < at_least:
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    seen.add(await started_at(http, url))
+                await asyncio.sleep(0.02)
+        for _ in range(20):
+            seen.add(await started_at(http, url))
+    return seen
+
+
+async def started_at(http: aiohttp.ClientSession, url: str) -> str:
+    """What tells two processes apart that answer at one address: when each was started."""
+    async with http.get(f"{url}/metrics") as reply:
+        text = await reply.text()
+    return next(line for line in text.splitlines() if "start_time_seconds" in line and not line.startswith("#"))

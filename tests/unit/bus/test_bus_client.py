@@ -451,3 +451,59 @@ async def test_an_engine_that_says_the_routers_code_is_not_obeyed() -> None:
     with pytest.raises(InferError):
         await world.client.infer("chat", BODY)
     assert len(world.requests) == 1
+
+
+@virtual
+async def test_an_answer_that_is_poured_out_comes_chunk_by_chunk_and_fills_no_buffer() -> None:
+    world = World(buffer_bytes=100)
+    authors: list[StreamAuthor] = []
+
+    def on_request(stream: StreamId, inbox: str) -> None:
+        authors.append(world.author(stream, inbox))
+        authors[0].accepted("w")
+        authors[0].chunk(b'"first"')
+
+    await world.listen(on_request)
+    got: list[bytes] = []
+    answer = await world.client.infer("chat", BODY)
+    pouring = asyncio.create_task(answer.pour(got.append))
+    await asyncio.sleep(0.01)
+    assert got == [b'"first"']
+    for number in range(20):
+        authors[0].chunk(b'"%030d"' % number)
+    await asyncio.sleep(0.01)
+    assert len(got) == 21
+    assert not pouring.done()
+    authors[0].end(output_tokens=21)
+    await pouring
+    assert answer.end is not None
+    assert world.cancels == []
+
+
+@virtual
+async def test_pouring_ends_with_the_error_that_breaks_the_answer_off_and_leaving_it_cancels() -> None:
+    world = World()
+    authors: list[StreamAuthor] = []
+
+    def on_request(stream: StreamId, inbox: str) -> None:
+        authors.append(world.author(stream, inbox))
+        authors[-1].accepted("w")
+        authors[-1].chunk(b"1")
+
+    await world.listen(on_request)
+    got: list[bytes] = []
+    answer = await world.client.infer("chat", BODY)
+    pouring = asyncio.create_task(answer.pour(got.append))
+    await asyncio.sleep(0.01)
+    authors[0].error(invalid("broken"))
+    with pytest.raises(InferError, match="broken"):
+        await pouring
+    async with await world.client.infer("chat", BODY) as left:
+        pouring = asyncio.create_task(left.pour(got.append))
+        await asyncio.sleep(0.01)
+        pouring.cancel()
+    await asyncio.sleep(0.01)
+    assert [(cancel.id, cancel.reason) for cancel in world.cancels] == [(left.id, "client")]
+    assert got == [b"1", b"1"]
+    for author in authors:
+        author.close()

@@ -7,16 +7,18 @@ from quartet_bus import catalogue
 from quartet_bus.config.load import load
 from quartet_cli.fleet.layout import NODES, FleetOptions, here, open_doors, parts_of, ring_path, shipped
 
+OPTIONS = FleetOptions(ports="any", routers=2, gateways=2, policy="round-robin")
+
 
 @pytest.fixture
 def doors():
-    return open_doors(FleetOptions(ports="any", routers=2))
+    return open_doors(OPTIONS)
 
 
 def test_every_process_has_a_name_and_a_port_of_its_own(doors):
-    parts = parts_of(2, doors)
+    parts = parts_of(OPTIONS, doors)
     assert [part.name for part in parts] == [
-        *("collector", "router-0", "router-1", "predictor", "coordinator", "admin", "gateway"),
+        *("collector", "router-0", "router-1", "predictor", "coordinator", "admin", "gateway", "gateway-1"),
         *(f"agent-{node}" for node in NODES),
     ]
     ports = [part.http_port for part in parts]
@@ -26,7 +28,7 @@ def test_every_process_has_a_name_and_a_port_of_its_own(doors):
 
 def test_what_is_written_for_a_run_is_read_back_by_every_node(doors, tmp_path):
     written = tmp_path / "here.toml"
-    written.write_text(here(doors, "nats://127.0.0.1:1", tmp_path, "round-robin"))
+    written.write_text(here(doors, "nats://127.0.0.1:1", tmp_path, OPTIONS))
     for node in NODES:
         config = load([shipped("fleet"), written, shipped(node)], env={})
         catalogue.load(config)
@@ -34,6 +36,7 @@ def test_what_is_written_for_a_run_is_read_back_by_every_node(doors, tmp_path):
         assert config.nats.url == "nats://127.0.0.1:1"
         assert config.router.policy == "round-robin"
         assert config.gateway.listen == f"127.0.0.1:{doors.gateway}"
+        assert config.gateway.reuse_port
         assert config.admin.grpc == doors.admin_address
         assert config.fleet.port == doors.beats
         assert config.fleet.ring_path == str(ring_path(tmp_path))
@@ -43,7 +46,7 @@ def test_a_path_with_quotes_survives_being_written(doors, tmp_path):
     odd = tmp_path / 'a "quoted" \\ path'
     odd.mkdir()
     written = odd / "here.toml"
-    written.write_text(here(doors, "nats://x", odd, "finish-time"))
+    written.write_text(here(doors, "nats://x", odd, OPTIONS))
     assert load([written], env={}).fleet.ring_path == str(odd / "fleet.ring")
 
 
@@ -82,6 +85,7 @@ def test_options_are_what_they_are_said_to_be_by_default():
         "nats_url": "",
         "ports": "default",
         "routers": 1,
+        "gateways": 1,
         "policy": "finish-time",
         "configs": (),
     }

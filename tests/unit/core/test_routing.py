@@ -75,6 +75,16 @@ def test_a_prompt_longer_than_every_context_is_too_long():
     assert routing.longest_context(fleets.MODEL) == 131_072
 
 
+def test_embeddings_go_to_engines_that_make_them_however_many_inputs_there_are():
+    embeds = fleets.facts("w1", "L40S_PCIE", capabilities=("embeddings",))
+    routing = fleets.routing([fleets.facts("w0", "H100_SXM5"), embeds])
+    assert chosen(routing, fleets.ask(prompt(64), embeds=True)).prefill == 1
+    assert chosen(routing, fleets.ask(prompt(64), prompt_tokens=500_000, embeds=True)).prefill == 1
+    hear(routing, 1, word(), Verdict.DEAD)
+    assert routing.decide(fleets.ask(prompt(64), embeds=True)).reason is Reason.NO_WORKER
+    assert fleet("H100_SXM5").decide(fleets.ask(prompt(64), embeds=True)).reason is Reason.NO_EMBEDDINGS
+
+
 def test_prompt_and_allowed_answer_must_fit_the_worker_together():
     routing = fleets.routing(
         [fleets.facts("w0", "H100_SXM5", kv_tokens=20_000), fleets.facts("w1", "L40S_PCIE", kv_tokens=40_000)]

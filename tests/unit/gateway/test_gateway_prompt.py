@@ -8,7 +8,7 @@ from quartet_core import openai
 from quartet_core.ladder import sketch_text, sketch_tokens
 from quartet_core.openai import Endpoint, Refused
 from quartet_core.salt import salt_of
-from quartet_gateway.prompt import THREAD_FROM_BYTES, read_inference, sketch_prompt
+from quartet_gateway.prompt import THREAD_FROM_BYTES, Inexact, read_inference, sketch_prompt
 
 TEXT = ModelSection(spec="s")
 TOKENS = ModelSection(spec="s", sketch="tokens")
@@ -71,19 +71,22 @@ async def test_a_wrong_body_is_400_and_names_the_field(body, field):
 
 async def test_text_is_sketched_as_text_and_ids_as_ids():
     inference = openai.parse(chat("x" * 4000))
-    prompt = await sketch_prompt(inference, "t", "m", TEXT)
+    prompt = await sketch_prompt(inference, b"", "t", "m", TEXT)
     assert prompt.sketch == sketch_text(inference.prompt_text)
     assert prompt.tokens == inference.prompt_tokens
-    assert prompt.exact
+    assert not prompt.inexact
     ids = list(range(500))
-    prompt = await sketch_prompt(openai.parse(json.dumps({"model": "m", "prompt": ids}).encode()), "t", "m", TOKENS)
+    body = json.dumps({"model": "m", "prompt": ids}).encode()
+    prompt = await sketch_prompt(openai.parse(body), body, "t", "m", TOKENS)
     assert prompt.sketch == sketch_tokens(ids)
     assert prompt.tokens == 500
-    assert prompt.exact
+    assert not prompt.inexact
 
 
 async def test_text_for_a_model_that_wants_tokens_is_marked_inexact():
-    assert not (await sketch_prompt(openai.parse(chat("x" * 4000)), "t", "m", TOKENS)).exact
+    body = chat("x" * 4000)
+    prompt = await sketch_prompt(openai.parse(body), body, "t", "m", TOKENS)
+    assert prompt.inexact is Inexact.NO_TOKENIZER
 
 
 async def test_isolated_tenants_and_adapters_share_no_rung():
@@ -91,7 +94,7 @@ async def test_isolated_tenants_and_adapters_share_no_rung():
     isolated = ModelSection(spec="s", isolation=True)
     adapter = ModelSection(spec="s", base="b")
     sketches = [
-        (await sketch_prompt(inference, tenant, model, section)).sketch
+        (await sketch_prompt(inference, b"", tenant, model, section)).sketch
         for tenant, model, section in (
             ("t1", "m", TEXT),
             ("t1", "m", isolated),
@@ -101,7 +104,7 @@ async def test_isolated_tenants_and_adapters_share_no_rung():
     ]
     rungs = [rung for sketch in sketches for rung in sketch.rungs]
     assert len(set(rungs)) == len(rungs)
-    assert sketches[0] == (await sketch_prompt(inference, "t2", "m", TEXT)).sketch
+    assert sketches[0] == (await sketch_prompt(inference, b"", "t2", "m", TEXT)).sketch
 
 
 def test_the_salt_is_empty_exactly_when_everything_may_be_shared():

@@ -18,6 +18,7 @@ Tokens = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 TokensOrZero = Annotated[int, Meta(ge=0, le=1_000_000_000)]
 Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
 BytesOrZero = Annotated[int, Meta(ge=0, le=1 << 40)]
+PerMinute = Annotated[int, Meta(ge=0, le=1_000_000_000_000)]
 Milliseconds = Annotated[int, Meta(ge=1, le=7 * 24 * 3600 * 1000)]
 MillisecondsOrZero = Annotated[int, Meta(ge=0, le=7 * 24 * 3600 * 1000)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -84,12 +85,17 @@ class FleetSection(Section):
 
 
 class ModelSection(Section):
-    """A model as clients name it. ``spec`` is its name in the catalogue; targets are its default SLO."""
+    """A model as clients name it. ``spec`` is its name in the catalogue; targets are its default SLO.
+
+    ``tokenizer`` is a directory on the gateway's host with ``tokenizer.json`` and, for chat, the model's template, as
+    it comes with the weights: with it, gateways sketch the tokens that an engine will see.
+    """
 
     spec: str
     ttft_ms: PositiveFloat = 2000.0
     tpot_ms: PositiveFloat = 100.0
     sketch: Literal["tokens", "text"] = "text"
+    tokenizer: str = ""
     isolation: bool = False
     max_tokens: Tokens = 1024
     base: str = ""
@@ -164,17 +170,43 @@ class PrefetchSection(Section):
     max_models: Count = 1000
 
 
+class LimitSection(Section):
+    """What a tenant may use in a minute, at all gateways together; 0 is no limit."""
+
+    requests_per_minute: PerMinute = 0
+    tokens_per_minute: PerMinute = 0
+
+
+class TenantsFile(Section):
+    """What stands in ``gateway.tenants_file``: keys and limits, as in ``[gateway]``."""
+
+    keys: dict[str, str] = field(default_factory=dict)
+    limits: dict[str, LimitSection] = field(default_factory=dict)
+
+
 class GatewaySection(Section):
     """The HTTP door. Without ``keys`` (SHA-256 of an API key in hex → tenant) every caller is ``anonymous_tenant``.
 
+    ``limits`` are by tenant; ``default_limit`` is for those that have none. ``tenants_file`` is read again whenever it
+    changes; what it says is added to ``keys`` and ``limits``, and wins over them. ``cors_origins`` are the web pages'
+    origins that browsers may call from (``*``: any). With ``reuse_port`` several gateways of one host listen together.
+
     A client with more than ``slow_client_bytes`` unread has ``slow_client_ms`` to catch up. A request's body must be
     there within ``body_timeout_ms``, and all bodies whose answers have not begun must fit into ``open_bodies_bytes``. A
-    connection without a request is closed after ``idle_timeout_ms``.
+    connection without a request is closed after ``idle_timeout_ms``. A request line or a header field has at most
+    ``max_header_bytes``. Told to stop, a gateway is not ready for ``drain_notice_ms`` before it stops to listen.
     """
 
     listen: str = "127.0.0.1:8080"
+    reuse_port: bool = False
     keys: dict[str, str] = field(default_factory=dict)
+    limits: dict[str, LimitSection] = field(default_factory=dict)
+    default_limit: LimitSection = field(default_factory=LimitSection)
+    tenants_file: str = ""
     anonymous_tenant: str = "public"
+    cors_origins: tuple[str, ...] = ()
+    max_header_bytes: Annotated[int, Meta(ge=256, le=1 << 20)] = 8190
+    drain_notice_ms: MillisecondsOrZero = 0
     max_body_bytes: Bytes = 7 * 1024 * 1024
     open_bodies_bytes: Bytes = 256 * 1024 * 1024
     max_streams: Count = 4096
@@ -202,6 +234,7 @@ class EngineSection(Section):
     """One engine of a host, or ``count`` equal ones on consecutive GPUs from ``first_gpu`` on.
 
     ``kv_tokens`` 0 takes what the catalogue says fits. ``time_scale`` 2 makes a simulated engine twice as slow.
+    ``embeddings`` says that it answers ``/v1/embeddings``.
     ``adapters`` are LoRA adapters it serves, each a ``[models.*]`` of its own whose ``base`` is ``model``.
     """
 
@@ -218,6 +251,7 @@ class EngineSection(Section):
     kv_tokens: TokensOrZero = 0
     time_scale: PositiveFloat = 1.0
     adapters: tuple[str, ...] = ()
+    embeddings: bool = False
 
 
 class GpuSection(Section):

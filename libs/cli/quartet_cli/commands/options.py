@@ -20,6 +20,7 @@ def add_fleet(parser: argparse.ArgumentParser, *, ports: str) -> None:
     )
     parser.add_argument("--nats", metavar="URL", default="", help="use this broker, and start none")
     parser.add_argument("--routers", type=positive, default=1, metavar="N", help="router replicas [1]")
+    parser.add_argument("--gateways", type=positive, default=1, metavar="N", help="gateway processes on one port [1]")
     parser.add_argument("--dir", type=Path, metavar="DIR", help="a new directory for logs and configuration")
     parser.add_argument("--keep", action="store_true", help="leave that directory behind")
     parser.add_argument(
@@ -36,6 +37,7 @@ def fleet_options(arguments: argparse.Namespace, *, policy: str = "") -> FleetOp
         nats_url=arguments.nats,
         ports=arguments.ports,
         routers=arguments.routers,
+        gateways=arguments.gateways,
         policy=policy or _DEFAULTS.router.policy,
         configs=tuple(arguments.config),
     )

@@ -104,10 +104,10 @@ class Fleet:
             await self._server.start()
             self.nats_url = self._server.url
         written = self.directory / "here.toml"
-        written.write_text(here(self.doors, self.nats_url, self.directory, options.policy))
+        written.write_text(here(self.doors, self.nats_url, self.directory, options))
         configs = (shipped("fleet"), *options.configs, written)
         self.config = load(configs, env={})
-        for part in parts_of(options.routers, self.doors):
+        for part in parts_of(options, self.doors):
             child = self._child(part, configs)
             self._parts.append((part, child))
             await child.start()

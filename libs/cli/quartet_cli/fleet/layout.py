@@ -17,7 +17,7 @@ _DEFAULTS = Config()
 
 
 class FleetOptions(Struct, frozen=True, kw_only=True):
-    """How a fleet is started.
+    """How a fleet is started. Several ``gateways`` listen on one port.
 
     ``directory`` None takes a fresh one under ``.run``; ``keep`` leaves it there. ``nats_url`` "" starts a broker of
     our own. ``ports``: "default" are those of the configuration schema, "any" free ones. ``configs`` are files that
@@ -29,6 +29,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True):
     nats_url: str = ""
     ports: Literal["default", "any"] = "default"
     routers: int = 1
+    gateways: int = 1
     policy: str = _DEFAULTS.router.policy
     configs: tuple[Path, ...] = ()
 
@@ -71,7 +72,7 @@ def open_doors(options: FleetOptions) -> Doors:
     """Ports for a new fleet. Raises ``PortTaken`` when a default one is not free."""
     own_broker = not options.nats_url
     # All in one go, so that none of them is found free twice.
-    nats, gateway, admin, coordinator, predictor, *http = free_tcp_ports(5 + len(_modules(options.routers)))
+    nats, gateway, admin, coordinator, predictor, *http = free_tcp_ports(5 + len(_modules(options)))
     if options.ports == "any":
         return Doors(
             nats=nats if own_broker else 0,
@@ -93,39 +94,40 @@ def open_doors(options: FleetOptions) -> Doors:
     )
 
 
-def parts_of(routers: int, doors: Doors) -> list[Part]:
+def parts_of(options: FleetOptions, doors: Doors) -> list[Part]:
     """Every process of the fleet but the broker."""
     parts: list[Part] = []
-    for (name, module), port in zip(_modules(routers), doors.http, strict=True):
+    for (name, module), port in zip(_modules(options), doors.http, strict=True):
         node = name.removeprefix("agent-")
         parts.append(Part(name, module, port, (shipped(node),) if module == "quartet_agent" else ()))
     return parts
 
 
-def _modules(routers: int) -> list[tuple[str, str]]:
+def _modules(options: FleetOptions) -> list[tuple[str, str]]:
+    gateways = ["gateway", *(f"gateway-{number}" for number in range(1, options.gateways))]
     return [
         ("collector", "quartet_heartbeat_collector"),
-        *((f"router-{number}", "quartet_router") for number in range(routers)),
+        *((f"router-{number}", "quartet_router") for number in range(options.routers)),
         ("predictor", "quartet_prefetch_predictor"),
         ("coordinator", "quartet_kv_coordinator"),
         ("admin", "quartet_admin"),
-        ("gateway", "quartet_gateway"),
+        *((name, "quartet_gateway") for name in gateways),
         *((f"agent-{node}", "quartet_agent") for node in NODES),
     ]
 
 
-def here(doors: Doors, nats_url: str, directory: Path, policy: str) -> str:
+def here(doors: Doors, nats_url: str, directory: Path, options: FleetOptions) -> str:
     """The configuration of one run: addresses, ports, and the policy at start, as TOML."""
-    tables: dict[str, dict[str, str | int]] = {
+    tables: dict[str, dict[str, str | int | bool]] = {
         "nats": {"url": nats_url},
         "fleet": {"port": doors.beats, "ring_path": str(ring_path(directory))},
-        "router": {"policy": policy},
+        "router": {"policy": options.policy},
         "kv": {"grpc": f"{HOST}:{doors.coordinator}"},
         "prefetch": {"grpc": f"{HOST}:{doors.predictor}"},
-        "gateway": {"listen": f"{HOST}:{doors.gateway}"},
+        "gateway": {"listen": f"{HOST}:{doors.gateway}", "reuse_port": options.gateways > 1},
         "admin": {"grpc": f"{HOST}:{doors.admin}"},
     }
-    # A JSON string is a TOML string, and a JSON integer a TOML one.
+    # A JSON string is a TOML string, and so are integers and booleans.
     blocks = [
         "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())])
         for name, table in tables.items()

@@ -11,6 +11,7 @@ from quartet_bus.config.check import ConfigError
 from quartet_bus.config.schema import Config, EngineSection
 from quartet_bus.messages import KvLayout, Role
 from quartet_core.catalogue import Catalogue
+from quartet_core.filters import EMBEDDINGS
 from quartet_core.heartbeat import MAX_WORKERS
 from quartet_sim.engine import SimulatedEngine
 
@@ -93,7 +94,7 @@ def _simulated(
         chunk_tokens=section.chunk_tokens,
         layout=layout,
         engine=section.kind,
-        capabilities=_CAPABILITIES,
+        capabilities=(*_CAPABILITIES, EMBEDDINGS) if section.embeddings else _CAPABILITIES,
         adapters=section.adapters,
         step_ms=profile.weight_read_ms * section.time_scale,
         watts_per_gpu=hardware.tdp_w,

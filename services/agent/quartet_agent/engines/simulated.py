@@ -23,8 +23,9 @@ from quartet_agent.engines.base import (
     Work,
 )
 from quartet_bus.messages import Role
-from quartet_core.openai import Refused, upstream
+from quartet_core.openai import Endpoint, Refused, upstream
 from quartet_sim import engine as sim
+from quartet_sim.embeddings import embed
 from quartet_sim.job import Kind
 from quartet_sim.openai import AnswerWriter, read_options
 from quartet_sim.pool import KvPool
@@ -36,9 +37,13 @@ _KINDS: dict[Role, Kind] = {Role.BOTH: "whole", Role.PREFILL: "prefill", Role.DE
 class _Answer:
     """The job that is under way, and the text of it that was not told yet."""
 
-    __slots__ = ("prompt_tokens", "stream", "texts", "writer")
+    __slots__ = ("embedded", "prompt_tokens", "stream", "texts", "writer")
 
-    def __init__(self, prompt_tokens: int, stream: bool, writer: AnswerWriter | None) -> None:
+    def __init__(
+        self, prompt_tokens: int, stream: bool, writer: AnswerWriter | None, embedded: bytes | None = None
+    ) -> None:
+        self.embedded = embedded
+        """The whole answer of an embeddings job, whose time alone is simulated."""
         self.prompt_tokens = prompt_tokens
         self.stream = stream
         self.writer = writer
@@ -126,8 +131,11 @@ class SimulatedAdapter(EngineAdapter):
     def submit(self, work: Work) -> None:
         """As ``EngineAdapter.submit``."""
         inference = work.inference
-        options = read_options(work.body, inference)
         tokens = prompt_ids(inference)
+        if inference.endpoint is Endpoint.EMBEDDINGS:
+            self._embed(work, len(tokens))
+            return
+        options = read_options(work.body, inference)
         if work.prefix_tokens:
             tokens = tokens[: work.prefix_tokens]
         room = max(1, self._engine.max_context - len(tokens))
@@ -149,6 +157,15 @@ class SimulatedAdapter(EngineAdapter):
         if work.role is not Role.PREFILL:
             writer = AnswerWriter(inference, work.model, work.answer_id, int(self._wall_s()), options)
         self._answers[work.job] = _Answer(len(tokens), inference.stream, writer)
+        self._wake()
+
+    def _embed(self, work: Work, prompt_tokens: int) -> None:
+        """One pass over all inputs, as over a prompt that is answered with a single token, which nobody is told."""
+        answer = embed(work.body, work.model, prompt_tokens)
+        # Inputs fit a context one by one; the engine is asked for as much of them as one of its prompts may have.
+        tokens = prompt_ids(work.inference)[: self._engine.max_context - 1]
+        self._engine.submit(sim.Job(id=work.job, tokens=tokens, max_tokens=1, salt=work.salt), self._now_ms())
+        self._answers[work.job] = _Answer(prompt_tokens, False, None, answer)
         self._wake()
 
     def cancel(self, job: str) -> float:
@@ -249,6 +266,11 @@ class SimulatedAdapter(EngineAdapter):
     def _on_finished(self, event: sim.Finished, answer: _Answer, told: list[EngineEvent]) -> None:
         del self._answers[event.job_id]
         writer = answer.writer
+        if answer.embedded is not None:
+            told.append(Output(event.job_id, answer.embedded))
+            usage = Usage(answer.prompt_tokens, event.cached_tokens, busy_ms=event.gpu_ms)
+            told.append(Finished(event.job_id, usage))
+            return
         if writer is None:
             return
         counts = (event.reason, answer.prompt_tokens, event.cached_tokens, event.output_tokens)
