@@ -21,6 +21,7 @@ from quartet_agent.kv.commands import KvCommands
 from quartet_agent.kv.departures import Departures
 from quartet_agent.kv.figures import FetchFigures
 from quartet_agent.kv.mover import Mover
+from quartet_agent.kv.sends import Sends
 from quartet_agent.loading.resident import ResidentSet
 from quartet_agent.runs import Run, RunPorts
 from quartet_agent.streams import Streams
@@ -145,12 +146,9 @@ class AgentService(Service):
         self.arrivals = Arrivals(loop, self._token_bytes, self.streams.kv_committed, self.streams.kv_lost)
         self.departures = Departures(
             loop,
-            self._now_ms,
-            self._mover,
+            Sends(self._now_ms, self._mover, self.spawn, chunk_bytes=config.kv.chunk_bytes),
             self._say_progress,
-            self.spawn,
             lease_ms=config.kv.lease_ms,
-            chunk_bytes=config.kv.chunk_bytes,
         )
         self._ports = RunPorts(
             loop=loop,

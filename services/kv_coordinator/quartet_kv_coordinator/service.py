@@ -2,7 +2,7 @@
 
 import asyncio
 import random as random_module
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -14,7 +14,9 @@ from quartet_bus.messages import (
     ControlRequest,
     FleetDelta,
     FleetSnapshot,
+    KvCommand,
     KvLease,
+    KvReply,
     LinkState,
     LinkTable,
     NodeInventory,
@@ -75,9 +77,7 @@ class CoordinatorService(Service):
         self._roster = Roster(catalogue.load(config))
         self._lanes = Lanes(config.kv)
         self._commands = Commands(self.ask, asyncio.sleep, self._count_command, self._fenced)
-        self._conductor = Conductor(
-            self, self._roster, self._lanes, self._commands, self._counts, lease_ms=config.kv.lease_ms
-        )
+        self._conductor = Conductor(self, self._roster, self._lanes, self._counts, lease_ms=config.kv.lease_ms)
         self._watch = Watch()
         self._leadership: Leadership | None = None
         self._rebuilt = False
@@ -240,6 +240,25 @@ class CoordinatorService(Service):
         self._counts.ended(report, failure or "")
         if failure is not None:
             self.log.info("transfer failed", transfer=report.transfer, detail=report.detail)
+
+    def carry(
+        self,
+        node: str | None,
+        command: KvCommand,
+        wanted: Callable[[], bool],
+        answered: Callable[[KvReply | None], None],
+    ) -> None:
+        """As ``Office.carry``."""
+        self.spawn(self._put(node, command, wanted, answered), f"kv {command.transfer}")
+
+    async def _put(
+        self,
+        node: str | None,
+        command: KvCommand,
+        wanted: Callable[[], bool],
+        answered: Callable[[KvReply | None], None],
+    ) -> None:
+        answered(None if node is None else await self._commands.put(node, command, wanted))
 
     def _fenced(self, sent: int, obeyed: int) -> int:
         """An agent that obeys term ``obeyed`` refused a command of term ``sent``: the term to ask it under now, or 0.

@@ -126,9 +126,16 @@ class LinkSection(Section):
 
 
 class KvSection(Section):
-    """KV transfers. ``listen`` is where an agent's mover takes bytes (port 0: any); ``grpc`` the coordinator's door."""
+    """KV transfers. ``listen`` is where an agent's movers take bytes (port 0: any); ``grpc`` the coordinator's door.
+
+    ``movers`` are an agent's ways of carrying bytes, the preferred first; each pair of agents takes the first that both
+    have and that reaches from the one to the other. ``checksums`` is of chunks, and must be alike on all agents.
+    """
 
     listen: str = "127.0.0.1:0"
+    movers: Annotated[tuple[Literal["shm", "nixl", "mooncake", "tcp"], ...], Meta(min_length=1)] = ("shm", "tcp")
+    checksums: bool = True
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
     grpc: str = "127.0.0.1:7451"
     lease_ms: PositiveFloat = 5000.0
     chunk_bytes: Bytes = 1024 * 1024

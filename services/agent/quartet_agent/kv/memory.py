@@ -5,7 +5,7 @@ What a transfer costs is charged by the sending agent, on the loop's clock, as f
 
 from collections.abc import Iterable
 
-from quartet_agent.kv.mover import MoveError, MoveReason, Sink, chunks
+from quartet_agent.kv.mover import Buffer, MoveError, MoveReason, Sent, Sink, chunks
 
 
 class MemoryNetwork:
@@ -26,7 +26,7 @@ class MemoryNetwork:
         """Who takes transfers at ``address``. Raises ``MoveError`` (connection)."""
         sink = self._sinks.get(address)
         if sink is None:
-            raise MoveError(MoveReason.CONNECTION, f"nobody listens on {address}")
+            raise MoveError(MoveReason.CONNECTION, f"nobody listens on {address}", opened=False)
         return sink
 
 
@@ -43,8 +43,8 @@ class MemoryMover:
         return self._address
 
     async def send(
-        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[bytes], chunk_bytes: int
-    ) -> int:
+        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[Buffer], chunk_bytes: int
+    ) -> Sent:
         """As ``Mover.send``; the bytes returned are the blocks' alone."""
         intake = self._network.find(address).open(transfer, epoch, secret)
         sent_bytes = 0
@@ -52,7 +52,7 @@ class MemoryMover:
             intake.take(first_block, group)
             sent_bytes += sum(map(len, group))
         intake.complete()
-        return sent_bytes
+        return Sent(sent_bytes)
 
     async def close(self) -> None:
         """As ``Mover.close``."""

@@ -1,0 +1,57 @@
+"""Sends: the bytes of a departure go out over the mover, and the link is charged for what they stand for."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+from quartet_agent.engines.base import BlocksFenced, KvPool
+from quartet_agent.kv.departures import Departure, Departures, charged_ms
+from quartet_agent.kv.mover import MoveError, Mover
+from quartet_bus.messages import KvCommand
+
+
+class Sends:
+    """As ``Send``. ``spawn`` runs the sends; chunks have ``chunk_bytes`` at most."""
+
+    def __init__(
+        self,
+        now_ms: Callable[[], float],
+        mover: Mover,
+        spawn: Callable[[Coroutine[None, None, None], str], "asyncio.Task[None]"],
+        *,
+        chunk_bytes: int,
+    ) -> None:
+        self._now_ms = now_ms
+        self._mover = mover
+        self._spawn = spawn
+        self._chunk_bytes = chunk_bytes
+
+    def __call__(self, departures: Departures, departure: Departure, order: KvCommand) -> "asyncio.Task[None]":
+        """As ``Send.__call__``."""
+        pool = departure.pool
+        assert pool is not None  # pinned by its owner's pool
+        return self._spawn(self._send(departures, departure, order, pool), f"move {departure.transfer}")
+
+    async def _send(self, departures: Departures, departure: Departure, order: KvCommand, pool: KvPool) -> None:
+        started_ms = self._now_ms()
+        try:
+            sent = await self._mover.send(
+                order.address,
+                order.secret,
+                order.transfer,
+                order.epoch,
+                pool.export(order.transfer),
+                self._chunk_bytes,
+            )
+        except (MoveError, BlocksFenced) as error:
+            departures.unsendable(departure, str(error), self._now_ms() - started_ms)
+            return
+        took_ms = self._now_ms() - started_ms
+        if not pool.stands_in:
+            departures.sent(departure, sent.wire_bytes, took_ms, sent.link)
+            return
+        # The model's KV is larger than what we send for it: the link is busy for as long as that would take.
+        charge_ms = charged_ms(order.kv_bytes, order.gb_per_s, order.setup_ms)
+        if charge_ms > took_ms:
+            await asyncio.sleep((charge_ms - took_ms) / 1e3)
+        # a real loop's timers may be half a millisecond early
+        departures.sent(departure, sent.wire_bytes, max(self._now_ms() - started_ms, charge_ms), order.link)
