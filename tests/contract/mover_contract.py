@@ -66,7 +66,9 @@ class Receiver:
         self.mover = mover
         self.memory = Memory()
         self.lost = []
-        self.arrivals = Arrivals(loop, random.Random(7).randbytes, lambda *_: None, lambda *ended: self.lost.append(ended))
+        self.arrivals = Arrivals(
+            loop, random.Random(7).randbytes, lambda *_: None, lambda *ended: self.lost.append(ended)
+        )
         self.address = ""
 
     async def start(self) -> None:
@@ -84,7 +86,9 @@ class Receiver:
 
 async def settled(condition) -> None:
     async with asyncio.timeout(10):
-        while not condition():
+        while True:
+            if condition():
+                return
             await asyncio.sleep(0.005)
 
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import sys
+import time
 
 import pytest
 from contract.mover_contract import MoverContract, Receiver, prompt
 
 from quartet_agent.kv import mooncake, nixl
 from quartet_agent.kv.choice import MoverChoice, make_movers, parse_ways
-from quartet_agent.kv.memory import MemoryMover, MemoryNetwork
+from quartet_agent.kv.memory import MemoryMover, MemoryNetwork, TimedLink
 from quartet_agent.kv.mooncake import MooncakeMemory
 from quartet_agent.kv.mover import MoveError, MoveReason
 from quartet_agent.kv.nixl import NixlMemory
@@ -16,8 +17,9 @@ from quartet_agent.kv.shm import ShmMemory
 from quartet_agent.kv.slots import SlotMover
 from quartet_agent.kv.tcp import TcpMover
 from quartet_bus.config.schema import KvSection
+from quartet_sim.sharing import SharedLink
 
-SILENCE_S = 1.0
+SILENCE_S = 5.0
 
 
 class TestTcp(MoverContract):
@@ -51,6 +53,16 @@ class TestMemory(MoverContract):
     @pytest.fixture
     def movers(self):
         network, numbers = MemoryNetwork(), iter(range(1000))
+        return lambda: MemoryMover(network, f"agent-{next(numbers)}")
+
+
+class TestSimulated(MoverContract):
+    """Over links of 1 MB/ms that are shared."""
+
+    @pytest.fixture
+    def movers(self):
+        links = {f"agent-{n}": TimedLink(SharedLink(1.0), lambda: time.monotonic() * 1e3) for n in range(4)}
+        network, numbers = MemoryNetwork(links), iter(range(1000))
         return lambda: MemoryMover(network, f"agent-{next(numbers)}")
 
 

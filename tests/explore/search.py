@@ -1,6 +1,6 @@
 """Every world within a number of faults, breadth first, each one once, and each brought to rest from where it is.
 
-    python -m explore.search [--faults N] [--limit WORLDS]      (``make explore``)
+python -m explore.search [--faults N] [--limit WORLDS]      (``make explore``)
 """
 
 import argparse

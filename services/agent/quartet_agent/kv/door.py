@@ -8,10 +8,15 @@ from collections.abc import Awaitable, Callable
 from quartet_agent.kv import sockets, wire
 from quartet_agent.kv.mover import MoveError, MoveReason, Sink
 
-Receive = Callable[[socket.socket, Sink], Awaitable[None]]
-"""Takes one transfer from a connection, the hello on. Raises ``MoveError``, whose reason its sender is then told."""
+Receive = Callable[[socket.socket, Sink, contextlib.ExitStack], Awaitable[None]]
+"""Takes one transfer from a connection, the hello on. Raises ``MoveError``, whose reason its sender is then told.
+
+What it pushes on the stack is undone when the sender can do no more: it hung up, or some time after it should have.
+"""
 
 _GOODBYE_S = 1.0
+_SCRIBBLE_S = 15.0
+"""After how long nobody writes any more into memory that was offered on a connection that did not end in order."""
 
 
 class Door:
@@ -62,22 +67,36 @@ class Door:
             task.add_done_callback(self._intakes.discard)
 
     async def _serve(self, sock: socket.socket, sink: Sink, busy: bool) -> None:
-        with sock:
-            reason: MoveReason | None = None
-            try:
-                if busy:
-                    raise MoveError(MoveReason.BUSY)
-                await self._receive(sock, sink)
-            except MoveError as error:
-                reason = error.reason
-            except TimeoutError:  # an OSError, too
-                reason = MoveReason.TIMEOUT
-            except OSError:
-                return  # the sender is gone: nobody is left to tell, and its own agent reports the transfer as failed
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(_GOODBYE_S):
-                    await sockets.send_all(sock, [wire.encode_answer(reason)], _GOODBYE_S)
-                    await _drained(sock)
+        later = contextlib.ExitStack()
+        hung_up = False
+        try:
+            with sock:
+                reason = await self._outcome(sock, sink, busy, later)
+                with contextlib.suppress(OSError):
+                    async with asyncio.timeout(_GOODBYE_S):
+                        await sockets.send_all(sock, [wire.encode_answer(reason)], _GOODBYE_S)
+                        await _drained(sock)
+                        hung_up = True
+        finally:
+            if hung_up:
+                later.close()
+            else:
+                asyncio.get_running_loop().call_later(_SCRIBBLE_S, later.close)
+
+    async def _outcome(
+        self, sock: socket.socket, sink: Sink, busy: bool, later: contextlib.ExitStack
+    ) -> MoveReason | None:
+        try:
+            if busy:
+                return MoveReason.BUSY
+            await self._receive(sock, sink, later)
+        except MoveError as error:
+            return error.reason
+        except TimeoutError:  # an OSError, too
+            return MoveReason.TIMEOUT
+        except OSError:
+            return MoveReason.CONNECTION  # the sender is gone, or soon will be: its own agent reports the transfer
+        return None
 
 
 async def _drained(sock: socket.socket) -> None:

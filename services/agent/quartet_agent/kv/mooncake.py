@@ -4,13 +4,13 @@ Its writes block, so each runs in a thread; its protocol is ``[kv] mooncake_prot
 """
 
 import asyncio
-import ctypes
 import importlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from quartet_agent.kv.mover import Buffer, MoveError, MoveReason
+from quartet_agent.kv.region import Region
 
 _MODULE = "mooncake.engine"
 _ports = itertools.count(17_400)
@@ -25,17 +25,20 @@ def importable() -> str | None:
     return None
 
 
-class _Registered:
+class _Registered(Region):
+    """Memory that Mooncake knows."""
+
     def __init__(self, engine: Any, size: int) -> None:
-        self.memory = (ctypes.c_char * size)()
-        self.view = memoryview(self.memory).cast("B")
-        self.address = ctypes.addressof(self.memory)
+        super().__init__(size)
         self._engine = engine
         if engine.register_memory(self.address, size):
+            super().close()
             raise OSError("mooncake: memory cannot be registered")
 
     def close(self) -> None:
+        """Forgotten by the engine, and given back."""
         self._engine.unregister_memory(self.address)
+        super().close()
 
 
 class MooncakeLanding:
@@ -43,22 +46,22 @@ class MooncakeLanding:
 
     def __init__(self, engine: Any, host: str, slots: int, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
-        self._registered = _Registered(engine, slots * slot_bytes)
+        self._region = _Registered(engine, slots * slot_bytes)
         self._peer = f"{host}:{engine.get_rpc_port()}"
 
     @property
     def description(self) -> bytes:
         """As ``Landing.description``."""
-        return self._registered.address.to_bytes(8, "little") + self._peer.encode()
+        return self._region.address.to_bytes(8, "little") + self._peer.encode()
 
     def view(self, slot: int, size: int) -> memoryview:
         """As ``Landing.view``."""
         start = slot * self._slot_bytes
-        return self._registered.view[start : start + size]
+        return self._region.view[start : start + size]
 
     def close(self) -> None:
         """As ``Landing.close``."""
-        self._registered.close()
+        self._region.close()
 
 
 class MooncakeReach:
@@ -74,13 +77,16 @@ class MooncakeReach:
     async def put(self, slot: int, blocks: Sequence[Buffer]) -> None:
         """As ``Reach.put``."""
         start = slot * self._slot_bytes
-        at = start
-        for block in blocks:
-            self._here.view[at : at + len(block)] = block
-            at += len(block)
-        failed = await asyncio.to_thread(
-            self._engine.transfer_sync_write, self._peer, self._here.address + start, self._there + start, at - start
+        size = self._here.gather(start, blocks)
+        write = self._engine.transfer_sync_write
+        writing = asyncio.ensure_future(
+            asyncio.to_thread(write, self._peer, self._here.address + start, self._there + start, size)
         )
+        try:
+            failed = await asyncio.shield(writing)
+        finally:
+            if not writing.done():  # we were cancelled, and the thread still reads and writes
+                await asyncio.wait({writing})
         if failed:
             raise MoveError(MoveReason.CONNECTION, "mooncake: the write failed")
 

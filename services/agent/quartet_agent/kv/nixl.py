@@ -5,7 +5,6 @@ are one-sided writes into registered memory, as in production; polls sleep in be
 """
 
 import asyncio
-import ctypes
 import importlib
 import itertools
 import os
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quartet_agent.kv.mover import Buffer, MoveError, MoveReason
+from quartet_agent.kv.region import Region
 
 _MODULE = "nixl._api"
 _POLL_S = 0.0001
@@ -32,18 +32,18 @@ def importable() -> str | None:
     return None
 
 
-class _Registered:
-    """Memory that NIXL knows. ``address`` is where it begins."""
+class _Registered(Region):
+    """Memory that NIXL knows."""
 
     def __init__(self, agent: Any, size: int) -> None:
-        self.memory = (ctypes.c_char * size)()
-        self.view = memoryview(self.memory).cast("B")
-        self.address = ctypes.addressof(self.memory)
+        super().__init__(size)
         self._agent = agent
-        self._handle = agent.register_memory([(self.address, size, 0, "")], "DRAM")
+        self.registered = agent.register_memory([(self.address, size, 0, "")], "DRAM")
 
     def close(self) -> None:
-        self._agent.deregister_memory(self._handle)
+        """Out of every peer's reach (as far as its path asks at all), and given back."""
+        self._agent.deregister_memory(self.registered)
+        super().close()
 
 
 class NixlLanding:
@@ -51,23 +51,23 @@ class NixlLanding:
 
     def __init__(self, agent: Any, slots: int, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
-        self._registered = _Registered(agent, slots * slot_bytes)
-        # metadata names all memory that is registered at this moment: this landing's is among it
-        self._metadata: bytes = agent.get_agent_metadata()
+        self._region = _Registered(agent, slots * slot_bytes)
+        # of these slots alone, and how to connect: other transfers' memory is none of this sender's business
+        self._metadata: bytes = agent.get_partial_agent_metadata(self._region.registered, True, ["UCX"])
 
     @property
     def description(self) -> bytes:
         """As ``Landing.description``."""
-        return self._registered.address.to_bytes(8, "little") + self._metadata
+        return self._region.address.to_bytes(8, "little") + self._metadata
 
     def view(self, slot: int, size: int) -> memoryview:
         """As ``Landing.view``."""
         start = slot * self._slot_bytes
-        return self._registered.view[start : start + size]
+        return self._region.view[start : start + size]
 
     def close(self) -> None:
-        """As ``Landing.close``. Unregistered memory is out of every peer's reach."""
-        self._registered.close()
+        """As ``Landing.close``."""
+        self._region.close()
 
 
 class NixlReach:
@@ -87,11 +87,7 @@ class NixlReach:
     async def put(self, slot: int, blocks: Sequence[Buffer]) -> None:
         """As ``Reach.put``."""
         start = slot * self._slot_bytes
-        at = start
-        for block in blocks:
-            self._here.view[at : at + len(block)] = block
-            at += len(block)
-        size = at - start
+        size = self._here.gather(start, blocks)
         agent = self._agent
         handle = agent.initialize_xfer(
             "WRITE",
@@ -100,9 +96,12 @@ class NixlReach:
             self._peer,
             b"",
         )
+        writing = asyncio.ensure_future(self._done(handle))
         try:
-            await self._done(handle)
+            await asyncio.shield(writing)
         finally:
+            if not writing.done():  # we were cancelled, and the library still reads and writes
+                await asyncio.wait({writing})
             agent.release_xfer_handle(handle)
 
     async def _done(self, handle: Any) -> None:

@@ -1,9 +1,11 @@
 """Movers that write into the receiver's memory: shared memory on one host, RDMA between two.
 
 The conversation is that of ``wire``, over TCP; payloads go past it, into *slots* that the receiver offers once the
-secret was right. A chunk goes into a free slot, its header says which, and the receiver's answer frees it. So a sender
-that lost its lease may still scribble into slots that are its own, and into nothing else: what it wrote there is read
-by nobody after its connection is gone.
+secret was right. A chunk goes into a free slot, its header says which, and the receiver's answer frees it.
+
+A sender whose lease has ended may still be writing: one process's copy into another (CMA) asks nobody. So slots are a
+transfer's own, are read for nobody else, and stay mapped until their sender hung up, which it does when its last write
+is over.
 """
 
 import asyncio
@@ -46,7 +48,10 @@ class Reach(Protocol):
     """The same slots, from the sender's side."""
 
     async def put(self, slot: int, blocks: Sequence[Buffer]) -> None:
-        """Write ``blocks`` one after the other; they are there when it returns. Raises ``OSError``, ``MoveError``."""
+        """Write ``blocks`` one after the other; they are there when it returns. Raises ``OSError``, ``MoveError``.
+
+        However it ends, cancelled as well: nothing of it is written afterwards.
+        """
         ...
 
     def close(self) -> None:
@@ -167,7 +172,7 @@ class SlotMover:
     async def _answered(self, sock: socket.socket) -> None:
         wire.check_answer(await sockets.received(sock, wire.ANSWER.size, self._silence_timeout_s))
 
-    async def _receive(self, sock: socket.socket, sink: Sink) -> None:
+    async def _receive(self, sock: socket.socket, sink: Sink, later: contextlib.ExitStack) -> None:
         silence_s = self._silence_timeout_s
         hello = wire.Hello(await sockets.received(sock, wire.HELLO.size, silence_s))
         transfer = wire.decode_name(await sockets.received(sock, hello.name_bytes, silence_s))
@@ -175,21 +180,19 @@ class SlotMover:
             landing = self._memory.land(_SLOTS, hello.chunk_bytes)
         except OSError as error:
             raise MoveError(MoveReason.BUSY, f"no memory: {error}") from error  # before the lease is used up
-        try:
-            intake = sink.open(transfer, hello.epoch, hello.secret)
-            offer = wire.OFFER.pack(_SLOTS, hello.chunk_bytes, len(landing.description)) + landing.description
-            await sockets.send_all(sock, [wire.encode_answer(None), offer], silence_s)
-            while True:
-                header = wire.ChunkHeader(await sockets.received(sock, wire.CHUNK.size, silence_s))
-                if header.last:
-                    intake.complete()
-                    return
-                if header.slot >= _SLOTS or header.payload_bytes > hello.chunk_bytes:
-                    raise MoveError(MoveReason.RANGE, f"{header.payload_bytes} bytes in slot {header.slot}")
-                payload = landing.view(header.slot, header.payload_bytes)
-                intake.take(header.first_block, header.split(payload, checksums=self._checksums))
-                del payload
-                await sockets.send_all(sock, [wire.encode_answer(None)], silence_s)
-                await asyncio.sleep(0)  # with everything at hand nothing above ever waits
-        finally:
-            landing.close()
+        later.callback(landing.close)  # not before: the sender may be writing when we find that its lease has ended
+        intake = sink.open(transfer, hello.epoch, hello.secret)
+        offer = wire.OFFER.pack(_SLOTS, hello.chunk_bytes, len(landing.description)) + landing.description
+        await sockets.send_all(sock, [wire.encode_answer(None), offer], silence_s)
+        while True:
+            header = wire.ChunkHeader(await sockets.received(sock, wire.CHUNK.size, silence_s))
+            if header.last:
+                intake.complete()
+                return
+            if header.slot >= _SLOTS or header.payload_bytes > hello.chunk_bytes:
+                raise MoveError(MoveReason.RANGE, f"{header.payload_bytes} bytes in slot {header.slot}")
+            payload = landing.view(header.slot, header.payload_bytes)
+            intake.take(header.first_block, header.split(payload, checksums=self._checksums))
+            del payload
+            await sockets.send_all(sock, [wire.encode_answer(None)], silence_s)
+            await asyncio.sleep(0)  # with everything at hand nothing above ever waits

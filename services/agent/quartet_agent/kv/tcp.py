@@ -107,7 +107,7 @@ class TcpMover:
             if not (await asyncio.wait({verdict}, timeout=self._silence_timeout_s))[0] or verdict.exception():
                 raise
 
-    async def _receive(self, sock: socket.socket, sink: Sink) -> None:
+    async def _receive(self, sock: socket.socket, sink: Sink, later: contextlib.ExitStack) -> None:
         silence_s = self._silence_timeout_s
         hello = wire.Hello(await sockets.received(sock, wire.HELLO.size, silence_s))
         transfer = wire.decode_name(await sockets.received(sock, hello.name_bytes, silence_s))

@@ -117,6 +117,15 @@ class ChunkHeader:
         """Whether this says that all was sent."""
         return bool(self.blocks == 0)
 
+    def compare(self, blocks: Iterable[Buffer]) -> None:
+        """Raises ``MoveError`` (checksum) unless these are the blocks."""
+        # not by `checksum`: whoever sends may have another idea of it
+        digest = xxh3_64(seed=self.first_block)
+        for block in blocks:
+            digest.update(block)
+        if (digest.intdigest() or 1) != self._checksum:
+            raise MoveError(MoveReason.CHECKSUM, f"chunk at block {self.first_block}")
+
     def split(self, payload: memoryview, *, checksums: bool = True) -> list[memoryview]:
         """The blocks in ``payload``, uncopied. Raises ``MoveError`` (checksum)."""
         if checksums and (xxh3_64_intdigest(payload, self.first_block) or 1) != self._checksum:
