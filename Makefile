@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 ONLY ?=
 
-.PHONY: help demo up test check bench proto clean
+.PHONY: help demo up test check bench explore chaos nixl proto clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
@@ -32,6 +32,15 @@ check: $(READY) ## lint, format, strict types, import rules, fitted profiles, th
 
 bench: $(READY) ## measured figures, one JSON line each (ONLY=decision)
 	@$(BIN)/python tests/perf/run.py $(ONLY)
+
+explore: $(READY) ## every story of a KV transfer with up to N faults, invariants checked (ARGS="--faults 1")
+	@cd tests && ../$(BIN)/python -m explore.search $(ARGS)
+
+chaos: $(READY) ## a fleet under load whose agents and coordinator are killed at random (ARGS="--seconds 60")
+	@$(BIN)/python tests/perf/kv_chaos.py $(ARGS)
+
+nixl: $(READY) ## install the optional NIXL mover, for tests and benches that use it (340 MB)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-nixl.txt
 
 proto: $(READY) ## generate the gRPC stubs anew
 	$(BIN)/python libs/rpc/generate.py

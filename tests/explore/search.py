@@ -121,7 +121,7 @@ def _take(world: World, step: tuple) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Explore, and print what was covered."""
     parser = argparse.ArgumentParser(prog="make explore", description=__doc__)
-    parser.add_argument("--faults", type=int, default=2, help="faults that may happen in one story (2)")
+    parser.add_argument("--faults", type=int, default=1, help="faults that may happen in one story (1)")
     parser.add_argument("--limit", type=int, default=10**9, help="worlds to look at, at most")
     parser.add_argument("--transfers", type=int, default=1, help="transfers at once (1)")
     told = parser.parse_args(arguments)

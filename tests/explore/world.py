@@ -213,7 +213,8 @@ class World:
             if self.faults and message[0] != "gone":
                 found += [("lose", index), ("double", index)]
         for name, node in self.nodes.items():
-            found += [("computed", name, t) for t, state in node.prefills.items() if state == "computing"]
+            room = node.pool.blocks.available >= self.blocks
+            found += [("computed", name, t) for t, state in node.prefills.items() if room and state == "computing"]
             found += [("flow", name, index) for index in range(len(node.sockets))]
             if node.kv.freed and node.pool.blocks.available:
                 found.append(("grab", name))
@@ -491,6 +492,8 @@ class World:
             timers[0].fire()
         elif len(self.conductor.book):
             self.tick(int(DEADLINE_MS * 1e6))
+        elif stuck := [t for t, state in self.nodes["p"].prefills.items() if state == "computing"]:
+            self.prefill_fails(stuck[0])  # no room for it until its own deadline
         elif waiting := [request for request in self.requests.values() if not request.outcome]:
             # Its plan or its dispatch was lost: the deadline of the run itself ends it, and of nothing else.
             assert self.harmed

@@ -111,7 +111,8 @@ async def _raw(address: str, data: bytes) -> tuple[asyncio.StreamReader, asyncio
 async def test_bytes_sent_before_the_secret_was_accepted_are_not_taken(receiver):
     pool, _, address = receiver
     header, payload = _chunk(0, BLOCKS[:3])
-    reader, writer = await _raw(address, wire.encode_hello("x", 7, b"w" * 16, CHUNK_BYTES) + header + payload + wire.LAST_CHUNK)
+    hello = wire.encode_hello("x", 7, b"w" * 16, CHUNK_BYTES)
+    reader, writer = await _raw(address, hello + header + payload + wire.LAST_CHUNK)
     with pytest.raises(MoveError) as error:
         wire.check_answer(await reader.readexactly(1))
     assert error.value.reason is MoveReason.LEASE

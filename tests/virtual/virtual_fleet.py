@@ -1,5 +1,6 @@
 """A whole fleet in one process under virtual time: every service as it is, its edges replaced by calls."""
 
+import asyncio
 import hashlib
 import random
 from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ class VirtualFleet:
         self._network = MemoryNetwork()
         self.buses: dict[str, MemoryBus] = {}
         self.services: dict[str, Service] = {}
+        self._dying: list[asyncio.Future[None]] = []
         shared = config(**sections)
         known = catalogue.load(shared)
         for number in range(collectors):
@@ -139,6 +141,7 @@ class VirtualFleet:
         await self.client.close()
         for service in reversed(list(self.services.values())):
             await service.stop()
+        await asyncio.gather(*self._dying)
 
     def router(self, number: int = 0) -> RouterService:
         """A router replica."""
@@ -150,7 +153,9 @@ class VirtualFleet:
         """End a service as a crash would: off the bus at once, nothing said."""
         service = self.services.pop(name)
         await self.buses[name].close()
-        await service.stop()
+        if isinstance(service, AgentService):
+            service._beats.stop()  # they do not go over the bus
+        self._dying.append(asyncio.ensure_future(service.stop()))
 
     def _add(self, make: Callable[..., Any], instance: str, configured: Config, **more: Any) -> Any:
         service = make(self._bus(instance), configured, instance=instance, random=self._seeded(), **more)

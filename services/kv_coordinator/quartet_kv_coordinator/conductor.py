@@ -1,7 +1,7 @@
 """Runs the transfers of an active coordinator: feeds their machines, does what these ask for, shares the lanes."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -38,7 +38,7 @@ from quartet_core.transfer import (
 )
 from quartet_kv_coordinator.book import Ask, Book, Entry, ask_of
 from quartet_kv_coordinator.commands import OLD_TERM, command_of, event_of
-from quartet_kv_coordinator.lanes import Lanes
+from quartet_kv_coordinator.lanes import Lane, Lanes
 from quartet_kv_coordinator.metrics import CoordinatorMetrics
 from quartet_kv_coordinator.planning import NotPlanned, check
 from quartet_kv_coordinator.roster import Gone, Roster
@@ -171,7 +171,7 @@ class Conductor:
             elif event.phase is Phase.REFUSED:
                 self._feed(entry, Cancelled(Failure.REFUSED, f"{side}: {event.reason}"))
             elif event.status == "ok" and (side is Side.SOURCE or entry.machine.state is State.COMMITTING):
-                pass  # a request that read the blocks is over before we hear that they were readable: COMMIT's answer tells
+                pass  # a request may have read the blocks before we hear that they were readable: COMMIT's answer tells
             elif event.phase is Phase.END:
                 self._feed(entry, Cancelled(Failure.ENDED, f"{side}: {event.reason or event.status}"))
 
@@ -216,7 +216,7 @@ class Conductor:
         """Another coordinator leads: drop everything without a word; returns what had no outcome yet."""
         for entry in self.book:
             if entry.route is not None:
-                entry.route.lane.leave(entry.plan.transfer)
+                entry.route.lane.leave(entry.plan.transfer, self._office.now_ns())
         self._early.clear()
         return self.book.abandon()
 
@@ -257,20 +257,27 @@ class Conductor:
         route, machine, name = entry.route, entry.machine, entry.plan.transfer
         if route is None:
             return
-        lane = route.lane
+        lane, now_ns = route.lane, self._office.now_ns()
         if machine.state is State.RESERVED and machine.ready:
-            if not lane.is_waiting(name):
-                lane.wait(name, machine.deadline_ns, entry.plan.kv_bytes)
+            if lane.is_waiting(name):
+                return
+            lane.wait(name, machine.deadline_ns, entry.plan.kv_bytes, route)
+            self._grant([lane], now_ns)
         elif machine.on_the_wire:
             if not lane.is_sending(name):
-                entry.predicted_ms = lane.enter(name, entry.plan.kv_bytes, route.share).predicted_ms
+                entry.predicted_ms = lane.enter(name, entry.plan.kv_bytes, route, now_ns).predicted_ms
         elif lane.is_sending(name) or lane.is_waiting(name):
             arrived = machine.state is State.COMMITTING
-            lane.leave(name, entry.took_ms if arrived else 0.0, route.share)
-        while (granted := lane.grant()) is not None:
-            waiter = self.book.live(granted)
-            if waiter is not None:
-                self._feed(waiter, Go())
+            lane.leave(name, now_ns, entry.took_ms if arrived else 0.0, route.share)
+            # room in a root complex may be what another lane waits for
+            self._grant(self._lanes if route.roots else [lane], now_ns)
+
+    def _grant(self, lanes: Iterable[Lane], now_ns: int) -> None:
+        for lane in list(lanes):
+            while (granted := lane.grant(now_ns)) is not None:
+                waiter = self.book.live(granted)
+                if waiter is not None:
+                    self._feed(waiter, Go())
 
     def _order(self, entry: Entry, action: Action) -> None:
         """Have ``action`` taken to its agent, and its answer brought back to the machine."""
@@ -280,7 +287,7 @@ class Conductor:
         if isinstance(action, Move) and entry.route is not None:
             lane = entry.route.lane
             command.link, command.setup_ms = lane.link.kind, lane.link.setup_ms
-            command.gb_per_s = lane.charge_gb_per_s(entry.plan.transfer, entry.plan.kv_bytes, entry.route.share)
+            command.gb_per_s = lane.charge_gb_per_s(entry.route.share)
         self._office.carry(
             entry.nodes.get(side), command, partial(self._wants, entry, action), partial(self._answered, entry, action)
         )

@@ -82,9 +82,8 @@ class Roster:
             gone += self._drop(self._nodes.pop(silent).workers)
             del self._heard_ns[silent]
         if new_agent or known is None or known.epoch != inventory.epoch:
-            fabrics = {link.kind: link.gb_per_s for link in inventory.links}
             for info in inventory.workers:
-                self._take(inventory.node, fabrics, info)
+                self._take(inventory, info)
         return Learned(new_agent, gone)
 
     def judge(self, collector: str, word: WorkerState, now_ns: int) -> Gone | None:
@@ -104,11 +103,11 @@ class Roster:
         was_dead, replica.dead = replica.dead, -verdict >= Verdict.DEAD
         return (word.worker, word.incarnation) if replica.dead and not was_dead else None
 
-    def _take(self, node: str, fabrics: dict[str, float], info: WorkerInfo) -> None:
-        place = self._place(node, fabrics, info)
+    def _take(self, inventory: NodeInventory, info: WorkerInfo) -> None:
+        place = self._place(inventory, info)
         replica = self._workers.get(info.id)
-        if replica is None or replica.node != node:
-            self._workers[info.id] = Replica(info, node, place)
+        if replica is None or replica.node != inventory.node:
+            self._workers[info.id] = Replica(info, inventory.node, place)
         else:
             replica.info, replica.place = info, place
 
@@ -120,9 +119,17 @@ class Roster:
                 del self._workers[worker]
         return gone
 
-    def _place(self, node: str, fabrics: dict[str, float], info: WorkerInfo) -> Place | None:
+    def _place(self, inventory: NodeInventory, info: WorkerInfo) -> Place | None:
         try:
             hardware = self._catalogue.hardware_class(info.hardware)
         except UnknownProfile:
             return None
-        return place_of(node, fabrics, hardware, max(info.tp, len(info.gpus)))
+        return place_of(
+            inventory.node,
+            {link.kind: link.gb_per_s for link in inventory.links},
+            hardware,
+            max(info.tp, len(info.gpus)),
+            root=info.root,
+            numa=info.numa,
+            nic_numa=max((link.numa for link in inventory.links if not link.peer), default=-1),
+        )

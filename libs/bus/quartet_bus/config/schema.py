@@ -20,6 +20,7 @@ Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
 BytesOrZero = Annotated[int, Meta(ge=0, le=1 << 40)]
 Milliseconds = Annotated[int, Meta(ge=1, le=7 * 24 * 3600 * 1000)]
 MillisecondsOrZero = Annotated[int, Meta(ge=0, le=7 * 24 * 3600 * 1000)]
+NumaNode = Annotated[int, Meta(ge=-1, le=1023, description="a NUMA node's number, or -1 where it is not known")]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NotNegativeFloat = Annotated[float, Meta(ge=0)]
 HexKey = Annotated[
@@ -129,7 +130,9 @@ class KvSection(Section):
     """KV transfers. ``listen`` is where an agent's movers take bytes (port 0: any); ``grpc`` the coordinator's door.
 
     ``movers`` are an agent's ways of carrying bytes, the preferred first; each pair of agents takes the first that both
-    have and that reaches from the one to the other. ``checksums`` is of chunks, and must be alike on all agents.
+    have and that reaches from the one to the other. At most ``transfers_per_link`` send at once on a directed link, and
+    ``transfers_per_root`` into or out of one PCIe root complex. ``checksums`` is of chunks, and must be alike on all
+    agents.
     """
 
     listen: str = "127.0.0.1:0"
@@ -140,6 +143,7 @@ class KvSection(Section):
     lease_ms: PositiveFloat = 5000.0
     chunk_bytes: Bytes = 1024 * 1024
     transfers_per_link: Count = 4
+    transfers_per_root: Count = 8
     coordinator_silence_ms: PositiveFloat = 500.0
     links_interval_ms: PositiveFloat = 100.0
     links: dict[str, LinkSection] = field(default_factory=dict)
@@ -195,7 +199,8 @@ class EngineSection(Section):
     """One engine of a host, or ``count`` equal ones on consecutive GPUs from ``first_gpu`` on.
 
     ``kv_tokens`` 0 takes what the catalogue says fits. ``time_scale`` 2 makes a simulated engine twice as slow.
-    ``adapters`` are LoRA adapters it serves, each a ``[models.*]`` of its own whose ``base`` is ``model``.
+    ``adapters`` are LoRA adapters it serves, each a ``[models.*]`` of its own whose ``base`` is ``model``. ``root`` is
+    a name for the PCIe root complex of its GPUs, the same for all that share one, ``numa`` their NUMA node.
     """
 
     kind: Literal["simulated"]
@@ -211,14 +216,17 @@ class EngineSection(Section):
     kv_tokens: TokensOrZero = 0
     time_scale: PositiveFloat = 1.0
     adapters: tuple[str, ...] = ()
+    root: str = ""
+    numa: NumaNode = -1
 
 
 class AgentSection(Section):
-    """One host: its name, where it stands, how it is wired, and its engines."""
+    """One host: its name, where it stands, how it is wired (``fabrics``, and the NUMA node of its NIC), its engines."""
 
     node: str = ""
     zone: str = ""
     fabrics: tuple[str, ...] = ("TCP",)
+    nic_numa: NumaNode = -1
     max_running: Count = 4096
     engines: tuple[EngineSection, ...] = ()
 

@@ -97,6 +97,8 @@ def _simulated(
         adapters=section.adapters,
         step_ms=profile.weight_read_ms * section.time_scale,
         watts_per_gpu=hardware.tdp_w,
+        root=section.root,
+        numa=section.numa,
     )
     engine = SimulatedEngine(
         profile,

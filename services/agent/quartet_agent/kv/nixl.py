@@ -7,6 +7,7 @@ are one-sided writes into registered memory, as in production; polls sleep in be
 import asyncio
 import importlib
 import itertools
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -130,6 +131,7 @@ class NixlMemory:
 
     def __init__(self) -> None:
         api = importlib.import_module(_MODULE)
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells standard output what it starts
         name = f"quartet-{os.getpid()}-{next(_numbers)}-{os.urandom(4).hex()}"
         try:
             self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))

@@ -4,8 +4,8 @@ The conversation is that of ``wire``, over TCP; payloads go past it, into *slots
 secret was right. A chunk goes into a free slot, its header says which, and the receiver's answer frees it.
 
 A sender whose lease has ended may still be writing: one process's copy into another (CMA) asks nobody. So slots are a
-transfer's own, are read for nobody else, and stay mapped until their sender hung up, which it does when its last write
-is over.
+transfer's own, and go to another one, or back to the system, when their sender hung up: that it does after its last
+write.
 """
 
 import asyncio
@@ -22,6 +22,9 @@ from quartet_agent.kv.tcp import connected
 
 _SLOTS = 3
 """Of a transfer: one is written while one is read and one is on its way."""
+
+_KEPT = 2
+"""Landings kept for the next transfer."""
 
 _SILENCE_TIMEOUT_S = 5.0
 _MAX_INTAKES = 16
@@ -40,7 +43,7 @@ class Landing(Protocol):
         ...
 
     def close(self) -> None:
-        """Called once: nobody reads them any more. The memory is not given to another transfer."""
+        """Called once: nobody reads them any more, and nobody writes."""
         ...
 
 
@@ -101,6 +104,8 @@ class SlotMover:
         self._silence_timeout_s = silence_timeout_s
         self._checksums = checksums
         self._door = Door(listen, self._receive, max_intakes=max_intakes)
+        self._kept: list[tuple[int, Landing]] = []
+        self._closed = False
 
     @property
     def intakes(self) -> int:
@@ -119,6 +124,9 @@ class SlotMover:
     async def close(self) -> None:
         """As ``Mover.close``."""
         await self._door.close()
+        self._closed = True
+        while self._kept:
+            self._kept.pop()[1].close()
         self._memory.close()
 
     async def send(
@@ -177,10 +185,11 @@ class SlotMover:
         hello = wire.Hello(await sockets.received(sock, wire.HELLO.size, silence_s))
         transfer = wire.decode_name(await sockets.received(sock, hello.name_bytes, silence_s))
         try:
-            landing = self._memory.land(_SLOTS, hello.chunk_bytes)
+            landing = self._land(hello.chunk_bytes)
         except OSError as error:
             raise MoveError(MoveReason.BUSY, f"no memory: {error}") from error  # before the lease is used up
-        later.callback(landing.close)  # not before: the sender may be writing when we find that its lease has ended
+        # not before: the sender may be writing when we find that its lease has ended
+        later.callback(self._leave, landing, hello.chunk_bytes)
         intake = sink.open(transfer, hello.epoch, hello.secret)
         offer = wire.OFFER.pack(_SLOTS, hello.chunk_bytes, len(landing.description)) + landing.description
         await sockets.send_all(sock, [wire.encode_answer(None), offer], silence_s)
@@ -196,3 +205,17 @@ class SlotMover:
             del payload
             await sockets.send_all(sock, [wire.encode_answer(None)], silence_s)
             await asyncio.sleep(0)  # with everything at hand nothing above ever waits
+
+    def _land(self, slot_bytes: int) -> Landing:
+        """Slots for one transfer: fresh pages cost more than all else about them, so a few landings are kept."""
+        for index, (size, landing) in enumerate(self._kept):
+            if size == slot_bytes:
+                del self._kept[index]
+                return landing
+        return self._memory.land(_SLOTS, slot_bytes)
+
+    def _leave(self, landing: Landing, slot_bytes: int) -> None:
+        if self._closed or len(self._kept) == _KEPT:
+            landing.close()
+        else:
+            self._kept.append((slot_bytes, landing))
