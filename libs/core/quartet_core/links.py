@@ -193,10 +193,16 @@ def cheaper_to_move(
 ) -> MoveChoice:
     """Move the KV of ``new`` tokens behind ``cached`` ones over ``link``, or compute it with ``profile``?
 
-    The worker prefills in any case (a prompt's last token is never taken from a cache), so recomputing costs the
-    prefill of these tokens without the constant ``a_ms``. ``drift`` is how much slower than its profile the worker
-    runs. On a tie nothing moves.
+    ``drift`` is how much slower than its profile the worker runs.
     """
-    move_ms = transfer_ms(link, transfer_bytes)
+    return choose(transfer_ms(link, transfer_bytes), profile, cached, new, drift)
+
+
+def choose(move_ms: float, profile: Profile, cached: int, new: int, drift: float = 1.0) -> MoveChoice:
+    """As `cheaper_to_move`, where what moving takes is known.
+
+    The worker prefills in any case (a prompt's last token is never taken from a cache), so recomputing costs the
+    prefill of these tokens without the constant ``a_ms``. On a tie nothing moves.
+    """
     recompute_ms = max(profile.prefill_ms(cached, new) - profile.a_ms, 0.0) * drift
     return MoveChoice(move_ms < recompute_ms, move_ms, recompute_ms)

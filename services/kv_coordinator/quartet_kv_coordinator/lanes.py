@@ -214,14 +214,15 @@ class Lanes:
         known = [lane for lane in reversed(self._lanes.values()) if lane.measured or lane.busy]
         return (*self._class_rows, *(lane.state() for lane in known[:MAX_ANNOUNCED]))
 
-    def listing(self, pairs: Iterable[tuple[Place, Place]]) -> tuple[LinkState, ...]:
+    def listing(self, pairs: Iterable[tuple[Place, Place]]) -> tuple[Lane, ...]:
         """For people: what is measured or busy, then the links of ``pairs`` as their classes say; bounded."""
-        found = {(state.source, state.target, state.kind): state for state in self.states() if state.source}
+        known = [lane for lane in reversed(self._lanes.values()) if lane.measured or lane.busy]
+        found = {(lane.source, lane.target, lane.link.kind): lane for lane in known[:MAX_ANNOUNCED]}
         for source, target in pairs:
             if len(found) >= MAX_ANNOUNCED:
                 break
-            state = self.look(source, target).lane.state()
-            found.setdefault((state.source, state.target, state.kind), state)
+            lane = self.look(source, target).lane
+            found.setdefault((lane.source, lane.target, lane.link.kind), lane)
         return tuple(found.values())
 
     def _fresh(self, path: str, source: Place, target: Place) -> Lane:

@@ -17,7 +17,6 @@ from quartet_bus.messages import (
     KvCommand,
     KvLease,
     KvReply,
-    LinkState,
     LinkTable,
     NodeInventory,
     Phase,
@@ -34,9 +33,10 @@ from quartet_core.transfer import Adopt, Failure, State
 from quartet_kv_coordinator.book import TransferView
 from quartet_kv_coordinator.commands import Commands
 from quartet_kv_coordinator.conductor import Conductor
-from quartet_kv_coordinator.lanes import Lanes
+from quartet_kv_coordinator.lanes import Lane, Lanes
 from quartet_kv_coordinator.leadership import Leadership
 from quartet_kv_coordinator.metrics import CoordinatorMetrics
+from quartet_kv_coordinator.planning import Weighed, weigh
 from quartet_kv_coordinator.roster import Gone, Roster
 from quartet_kv_coordinator.takeover import Survey, Watch, orphaned
 
@@ -74,7 +74,8 @@ class CoordinatorService(Service):
     def __init__(self, bus: Bus, config: Config, *, instance: str, random: random_module.Random) -> None:
         super().__init__(bus, config, instance=instance, random=random)
         self._counts = CoordinatorMetrics(self.metrics)
-        self._roster = Roster(catalogue.load(config))
+        self._catalogue = catalogue.load(config)
+        self._roster = Roster(self._catalogue)
         self._lanes = Lanes(config.kv)
         self._commands = Commands(self.ask, asyncio.sleep, self._count_command, self._fenced)
         self._conductor = Conductor(self, self._roster, self._lanes, self._counts, lease_ms=config.kv.lease_ms)
@@ -136,9 +137,19 @@ class CoordinatorService(Service):
         """Transfers under way and lately ended, newest first."""
         return self._conductor.book.views(self.now_ns())
 
-    def links(self) -> tuple[LinkState, ...]:
+    def links(self) -> tuple[Lane, ...]:
         """Links that are measured or busy, then those between known nodes that nobody used yet; bounded."""
         return self._lanes.listing(self._pairs(self._roster.nodes, self._roster.nodes))
+
+    def weigh(self, source: str, target: str, tokens: int, held: int, deadline_ms: float) -> Weighed:
+        """What moving the KV of ``tokens`` tokens would take now, less ``held`` that ``target`` has, or computing it.
+
+        ``deadline_ms`` 0 stands for none. Raises ``NotPlanned`` where no such transfer would be begun.
+        """
+        return weigh(
+            self._roster, self._lanes, self._catalogue, self.config.models, source, target, tokens, held, deadline_ms,
+            self.now_ns(),
+        )  # fmt: skip
 
     def cancel(self, transfer: str) -> State:
         """Abort a transfer and free both sides; returns its state then. Raises ``UnknownTransfer``."""
