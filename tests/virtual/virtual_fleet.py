@@ -106,6 +106,7 @@ class VirtualFleet:
         *,
         routers: int = 1,
         collectors: int = 1,
+        coordinators: int = 1,
         nodes: Sequence[dict[str, Any]] = NODES,
         **sections: Any,
     ) -> None:
@@ -122,14 +123,14 @@ class VirtualFleet:
             self._add(CollectorService, f"collector-{number}", shared)
         for number in range(routers):
             self._add(RouterService, f"router-{number}", shared)
-        coordinator = self._add(CoordinatorService, "coordinator-0", shared)
+        coordinator, *_ = [
+            self._add(CoordinatorService, f"coordinator-{number}", shared) for number in range(coordinators)
+        ]
         self._add(PredictorService, "predictor-0", shared, catalogue=known, budget=DirectBudget(coordinator))
         self._add(AdminService, "admin-0", shared, catalogue=known)
-        for each in nodes:
-            self._add(
-                AgentService, each["node"], config(each, **sections),
-                beats=VirtualBeats(self._deliver, BEAT_S), mover=MemoryMover(self._network, f"{each['node']}:1"),
-            )  # fmt: skip
+        self._sections, self._nodes = sections, {each["node"]: each for each in nodes}
+        for name in self._nodes:
+            self._agent(name)
         self.client = Client(self._bus("client"), "acme", source=self._seeded())
 
     async def __aenter__(self) -> "VirtualFleet":
@@ -156,6 +157,24 @@ class VirtualFleet:
         if isinstance(service, AgentService):
             service._beats.stop()  # they do not go over the bus
         self._dying.append(asyncio.ensure_future(service.stop()))
+
+    async def revive(self, name: str) -> None:
+        """Start an agent or a coordinator again that was killed."""
+        if name in self._nodes:
+            self._agent(name)
+        else:
+            self._add(CoordinatorService, name, config(**self._sections))
+        await self.services[name].start()
+
+    def agents(self) -> dict[str, AgentService]:
+        """The agents that live, by node."""
+        return {name: each for name, each in self.services.items() if isinstance(each, AgentService)}
+
+    def _agent(self, name: str) -> None:
+        self._add(
+            AgentService, name, config(self._nodes[name], **self._sections),
+            beats=VirtualBeats(self._deliver, BEAT_S), mover=MemoryMover(self._network, f"{name}:1"),
+        )  # fmt: skip
 
     def _add(self, make: Callable[..., Any], instance: str, configured: Config, **more: Any) -> Any:
         service = make(self._bus(instance), configured, instance=instance, random=self._seeded(), **more)
