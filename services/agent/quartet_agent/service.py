@@ -44,6 +44,7 @@ from quartet_bus.messages import (
 from quartet_bus.messages import Run as RunDispatch
 from quartet_bus.service import UNREADABLE, Service
 from quartet_core.openai import Refused
+from quartet_core.transfer_words import State
 
 _TICK_S = 0.05
 _AFFINITY_INTERVAL_S = 0.02
@@ -85,6 +86,7 @@ class AgentService(Service):
         self._phases = self.metrics.counter("request_events", "Request events said.", ("phase", "outcome"))
         self._tokens = self.metrics.counter("tokens", "Tokens of ended streams.", ("kind",))
         self._moved = self.metrics.counter("kv_moved_bytes", "KV sent: charged to the link, on the wire.", ("kind",))
+        self._sent = self.metrics.counter("kv_sent", "Transfers sent, by the link class that they took.", ("link",))
         self._fetches = FetchFigures(self.metrics)
         self._unreadable_cancels = self.metrics.counter("unreadable_cancels", "Cancels that could not be read.")
 
@@ -226,6 +228,8 @@ class AgentService(Service):
 
     def _say_progress(self, report: TransferReport) -> None:
         self.say(subjects.kv_progress(), report)
+        if report.state == State.MOVED:
+            self._sent.labels(report.link).inc()
         if report.wire_bytes:
             self._moved.labels("wire").inc(report.wire_bytes)
             self._moved.labels("charged").inc(report.kv_bytes)

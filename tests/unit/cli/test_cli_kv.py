@@ -26,8 +26,10 @@ from quartet_bus.messages import (
 )
 from quartet_cli.__main__ import main
 from quartet_cli.kv_costs import rows
-from quartet_kv_coordinator.door import serve
+from quartet_kv_coordinator.book import TransferView
+from quartet_kv_coordinator.door import CoordinatorDoor, serve
 from quartet_kv_coordinator.service import CoordinatorService
+from quartet_rpc.v1 import coordinator_pb2 as pb
 
 PAGE = Path(__file__).parents[3] / "docs" / "kv-costs.md"
 
@@ -100,6 +102,30 @@ async def test_transfers_are_listed_cancelled_once_and_no_more():
     assert (cancelled[0], cancelled[1]) == (0, "t1 is aborted\n")
     assert again[0] == 1
     assert "none-such" in again[2]
+
+
+async def test_a_watcher_is_told_of_every_state(monkeypatch):
+    service = _coordinator()
+    views = [[], [_view("t1", "reserved")], [_view("t1", "moving"), _view("t2", "reserved")], [_view("t1", "released")]]
+    monkeypatch.setattr(service, "transfers", lambda: views.pop(0) if len(views) > 1 else views[0])
+    monkeypatch.setattr("quartet_kv_coordinator.door.WATCH_S", 0.001)
+    seen = []
+    async with asyncio.timeout(10):
+        async for view in CoordinatorDoor(service).WatchTransfers(pb.WatchTransfersRequest(), None):
+            seen.append((view.transfer, view.state))
+            if len(seen) == 4:
+                break
+    assert seen == [("t1", "reserved"), ("t2", "reserved"), ("t1", "moving"), ("t1", "released")]
+
+
+def _view(transfer: str, state: str) -> TransferView:
+    return TransferView(
+        transfer, "split", state, "r", "a-0", "b-0", 64, 1, 1, 0.0, 0.0, 0.0, 1, "TCP", "", state != "released"
+    )
+
+
+def _coordinator() -> CoordinatorService:
+    return CoordinatorService(MemoryBus(MemoryBroker()), Config(), instance="c0", random=Random(1))
 
 
 def test_a_coordinator_that_is_not_there_is_said_so(capsys):

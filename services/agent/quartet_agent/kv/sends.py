@@ -42,6 +42,8 @@ class Sends:
 
     async def _send(self, departures: Departures, departure: Departure, order: KvCommand, pool: KvPool) -> None:
         started_ms = self._now_ms()
+        # The model's KV is larger than what we send for it: the link is busy for as long as that would take.
+        charge = asyncio.ensure_future(self._charge(order)) if pool.stands_in else None
         try:
             sent = await self._mover.send(
                 order.address,
@@ -51,18 +53,19 @@ class Sends:
                 pool.export(order.transfer),
                 self._chunk_bytes,
             )
+            if charge is None:
+                departures.sent(departure, sent.wire_bytes, self._now_ms() - started_ms, sent.link)
+                return
+            await charge
         except (MoveError, BlocksFenced) as error:
             departures.unsendable(departure, str(error), self._now_ms() - started_ms)
             return
-        took_ms = self._now_ms() - started_ms
-        if not pool.stands_in:
-            departures.sent(departure, sent.wire_bytes, took_ms, sent.link)
-            return
-        # The model's KV is larger than what we send for it: the link is busy for as long as that would take.
-        await self._charge(order)
-        charge_ms = charged_ms(order.kv_bytes, order.gb_per_s, order.setup_ms)
+        finally:
+            if charge is not None:
+                charge.cancel()
         # a real loop's timers may be half a millisecond early
-        departures.sent(departure, sent.wire_bytes, max(self._now_ms() - started_ms, charge_ms), order.link)
+        least_ms = charged_ms(order.kv_bytes, order.gb_per_s, order.setup_ms)
+        departures.sent(departure, sent.wire_bytes, max(self._now_ms() - started_ms, least_ms), order.link)
 
     async def _charge(self, order: KvCommand) -> None:
         await asyncio.sleep(order.setup_ms / 1e3)
