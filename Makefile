@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 ONLY ?=
 
-.PHONY: help demo up test check bench study load-test proto clean
+.PHONY: help demo up test check bench study load-test explore chaos nixl proto clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
@@ -38,6 +38,15 @@ study: $(READY) ## the simulator's tables in docs/simulation.md (ONLY=policies; 
 
 load-test: $(READY) ## aiperf, in a virtual environment of its own, against a whole fleet (ARGS="--requests 300")
 	@$(BIN)/python tests/load/run.py $(ARGS)
+
+explore: $(READY) ## every story of a KV transfer with up to N faults, invariants checked (ARGS="--faults 1")
+	@cd tests && ../$(BIN)/python -m explore.search $(ARGS)
+
+chaos: $(READY) ## a fleet under load whose agents and coordinator are killed at random (ARGS="--seconds 60")
+	@$(BIN)/python tests/perf/kv_chaos.py $(ARGS)
+
+nixl: $(READY) ## install the optional NIXL mover, for tests and benches that use it (340 MB)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-nixl.txt
 
 proto: $(READY) ## generate the gRPC stubs anew
 	$(BIN)/python libs/rpc/generate.py

@@ -65,7 +65,7 @@ async def settled(condition) -> None:
 
 async def test_every_byte_arrives_in_order(receiver, sender):
     pool, _, address = receiver
-    sent_bytes = await sender.send(address, SECRET, "x", 7, BLOCKS, CHUNK_BYTES)
+    sent_bytes = (await sender.send(address, SECRET, "x", 7, BLOCKS, CHUNK_BYTES)).wire_bytes
     assert pool.received == BLOCKS
     assert pool.completed == 1
     payload = sum(map(len, BLOCKS))
@@ -97,6 +97,10 @@ async def test_without_the_lease_nothing_is_written_and_nothing_even_sent(
     assert (pool.received, pool.completed, drawn) == ([], 0, [])
 
 
+def _chunk(first_block: int, blocks: list[bytes]) -> tuple[bytes, bytes]:
+    return wire.encode_chunk(first_block, blocks), b"".join(blocks)
+
+
 async def _raw(address: str, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -106,8 +110,9 @@ async def _raw(address: str, data: bytes) -> tuple[asyncio.StreamReader, asyncio
 
 async def test_bytes_sent_before_the_secret_was_accepted_are_not_taken(receiver):
     pool, _, address = receiver
-    header, payload = wire.encode_chunk(0, BLOCKS[:3])
-    reader, writer = await _raw(address, wire.encode_hello("x", 7, b"w" * 16) + header + payload + wire.LAST_CHUNK)
+    header, payload = _chunk(0, BLOCKS[:3])
+    hello = wire.encode_hello("x", 7, b"w" * 16, CHUNK_BYTES)
+    reader, writer = await _raw(address, hello + header + payload + wire.LAST_CHUNK)
     with pytest.raises(MoveError) as error:
         wire.check_answer(await reader.readexactly(1))
     assert error.value.reason is MoveReason.LEASE
@@ -120,16 +125,16 @@ async def test_bytes_sent_before_the_secret_was_accepted_are_not_taken(receiver)
     ("spoil", "reason"),
     [
         (lambda header, payload: header + payload[:-1] + b"?", MoveReason.CHECKSUM),
-        (lambda header, payload: wire.CHUNK.pack(9, 3, len(payload), 0) + payload, MoveReason.CHECKSUM),
-        (lambda header, payload: wire.CHUNK.pack(0, 1, 2**31, 0), MoveReason.RANGE),
+        (lambda header, payload: wire.CHUNK.pack(9, 3, len(payload), 0, 1) + payload, MoveReason.CHECKSUM),
+        (lambda header, payload: wire.CHUNK.pack(0, 1, 2**31, 0, 0), MoveReason.RANGE),
     ],
 )
 async def test_a_damaged_chunk_is_refused_and_not_written(receiver, spoil, reason):
     pool, _, address = receiver
-    good_header, good = wire.encode_chunk(0, BLOCKS[:2])
-    header, payload = wire.encode_chunk(2, BLOCKS[2:5])
+    good_header, good = _chunk(0, BLOCKS[:2])
+    header, payload = _chunk(2, BLOCKS[2:5])
     reader, writer = await _raw(
-        address, wire.encode_hello("x", 7, SECRET) + good_header + good + spoil(header, payload)
+        address, wire.encode_hello("x", 7, SECRET, CHUNK_BYTES) + good_header + good + spoil(header, payload)
     )
     wire.check_answer(await reader.readexactly(1))
     with pytest.raises(MoveError) as error:
@@ -158,8 +163,8 @@ async def test_a_receiver_that_finds_a_fault_midway_is_heard_while_we_still_send
 
 async def test_a_sender_that_dies_midway_leaves_no_task_and_no_completed_lease(receiver):
     pool, mover, address = receiver
-    header, payload = wire.encode_chunk(0, BLOCKS[:3])
-    reader, writer = await _raw(address, wire.encode_hello("x", 7, SECRET) + header + payload + header[:5])
+    header, payload = _chunk(0, BLOCKS[:3])
+    reader, writer = await _raw(address, wire.encode_hello("x", 7, SECRET, CHUNK_BYTES) + header + payload + header[:5])
     wire.check_answer(await reader.readexactly(1))
     writer.close()
     await settled(lambda: mover.intakes == 0)
@@ -168,7 +173,7 @@ async def test_a_sender_that_dies_midway_leaves_no_task_and_no_completed_lease(r
 
 async def test_a_silent_sender_is_given_up(receiver):
     _, mover, address = receiver
-    reader, writer = await _raw(address, wire.encode_hello("x", 7, SECRET)[:10])
+    reader, writer = await _raw(address, wire.encode_hello("x", 7, SECRET, CHUNK_BYTES)[:10])
     with pytest.raises(MoveError) as error:
         wire.check_answer(await reader.readexactly(1))
     assert error.value.reason is MoveReason.TIMEOUT
@@ -252,7 +257,7 @@ from quartet_agent.kv.tcp import TcpMover
 
 blocks = [bytes([index % 251]) * 1024 for index in range(500)] + [b"tail" * 40]
 send = TcpMover("127.0.0.1:0").send(sys.argv[1], b"0123456789abcdef", "x", 7, blocks, 65536)
-print(asyncio.run(send))
+print(asyncio.run(send).wire_bytes)
 """
 
 

@@ -38,7 +38,7 @@ def facts(name: str, hardware: str, model: str = MODEL, *, tp: int = 1, **more: 
         id=name, ordinal=0, incarnation=1, hardware=hardware, model=model, precision="fp8", tp=tp,
         kv_tokens=known.kv_capacity_tokens(hardware, model, "fp8", tp), max_context=131_072, max_batch=256,
         chunk_tokens=2048, layout=layout, engine="simulated", engine_version="1",
-        capabilities=("export", "import", "reserve"), role="both", cordoned=False, adapters=(),
+        capabilities=("export", "import", "reserve"), role="both", cordoned=False, adapters=(), root="",
     )  # fmt: skip
     given.update(more)
     return SimpleNamespace(**given)

@@ -20,7 +20,7 @@ def unmet(world: World, expect: Expect, fresh: list[Sent]) -> list[str]:
     about = world.named(expect.of) if expect.of else fresh or world.sent
     found = [*_of_places(world, expect, about), *_of_ways(world, expect, about)]
     found += [*_of_outcomes(expect, about), *_of_predictions(world, expect, about)]
-    return [*found, *_of_services(world, expect)]
+    return [*found, *_of_services(world, expect), *_of_transfers(world, expect)]
 
 
 def _of_places(world: World, expect: Expect, about: list[Sent]) -> Iterator[str]:
@@ -159,6 +159,24 @@ def _of_services(world: World, expect: Expect) -> Iterator[str]:
         used = sum(map(sys.getsizeof, world.routers[0].routing.affinity._planes)) / _MIB
         if used > expect.affinity_mib:
             yield f"affinity should take at most {expect.affinity_mib} MiB, not {used:.1f}"
+
+
+def _of_transfers(world: World, expect: Expect) -> Iterator[str]:
+    moved = dict(Counter(report.link for report in world.witness.moved))
+    if expect.moved_over is not None and moved != expect.moved_over:
+        yield f"KV should have been moved over {expect.moved_over}, not {moved}"
+    reasons = dict(Counter(report.detail.partition(":")[0] for report in world.witness.not_moved))
+    if expect.not_moved is not None and reasons != expect.not_moved:
+        yield f"transfers should have failed for {expect.not_moved}, not {reasons}"
+    if expect.leased is not None:
+        assert world.real is not None, "played agents lease nothing"
+        held = {
+            name: len(each.arrivals) + len(each.departures)
+            for name, each in world.real.services.items()
+            if hasattr(each, "arrivals")
+        }
+        if sum(held.values()) != expect.leased:
+            yield f"{expect.leased} leases should be held: {held}"
 
 
 def _workers(router) -> list[str]:

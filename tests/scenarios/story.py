@@ -27,7 +27,7 @@ class Node(Told, kw_only=True):
     (and then waits for the script), ``mute`` (accepts, but the client hears nothing of it), ``silent`` (never a word),
     ``refuses`` (with ``reason``), ``fails`` (accepts, then its engine answers with ``status``). A played worker has not
     said a word until a step tells its state. A node that ``joins`` is announced by a step; one that is ``linked`` can
-    exchange KV. ``time_scale`` slows a real engine down.
+    exchange KV. ``time_scale`` slows a real engine down; ``beside`` are roles of further workers of a real node.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Node(Told, kw_only=True):
     first_token_after_ms: float | None = None
     ends_after_ms: float | None = None
     time_scale: float = 1.0
+    beside: list[Literal["both", "prefill", "decode"]] = field(default_factory=list)
 
 
 class Arrive(Told, kw_only=True):
@@ -140,6 +141,8 @@ class Expect(Told, kw_only=True):
     - What is left: ``held`` now, ``ledger`` entries and ``flights`` of all routers, requests ``running`` on agents, the
       ``batch`` a worker is believed to run, ``metrics`` (a number, or ``"> number"``), who is ``ready``, the size of
       the affinity table.
+    - What became of KV transfers, of a real fleet: how many were done ``moved_over`` each link class, why others were
+      ``not_moved``, and how many leases on KV, of either side, real agents hold now (``leased``).
     """
 
     of: str = ""
@@ -172,6 +175,9 @@ class Expect(Told, kw_only=True):
     metrics: dict[str, float | str] | None = None
     ready: dict[str, bool] | None = None
     affinity_mib: float | None = None
+    moved_over: dict[str, int] | None = None
+    not_moved: dict[str, int] | None = None
+    leased: int | None = None
 
 
 class Step(Told, kw_only=True):

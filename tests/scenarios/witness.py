@@ -1,4 +1,4 @@
-"""What a bystander hears on the bus: who got which request, who was told to end it, who waited."""
+"""What a bystander hears on the bus: who got which request, who was told to end it, who waited, what was moved."""
 
 from collections import defaultdict
 
@@ -6,7 +6,7 @@ import msgspec
 
 from quartet_bus import subjects
 from quartet_bus.bus import Bus
-from quartet_bus.messages import Cancel, Phase, Prefill, RequestEvent, Run
+from quartet_bus.messages import Cancel, Phase, Prefill, RequestEvent, Run, TransferReport
 
 
 class Witness:
@@ -15,6 +15,8 @@ class Witness:
     def __init__(self) -> None:
         self.dispatches: list[Run | Prefill] = []
         self.cancels: list[tuple[str, Cancel]] = []
+        self.moved: list[TransferReport] = []
+        self.not_moved: list[TransferReport] = []
         self.events: defaultdict[str, list[RequestEvent]] = defaultdict(list)
 
     async def listen(self, bus: Bus) -> None:
@@ -29,6 +31,9 @@ class Witness:
             f"{subjects.PREFIX}.worker.*.cancel",
             lambda m: self.cancels.append((subjects.text_of(m.subject, 1), cancel(m.data))),
         )
+        report = msgspec.msgpack.Decoder(TransferReport).decode
+        for topic, kept in ((subjects.kv_done(), self.moved), (subjects.kv_failed(), self.not_moved)):
+            await bus.subscribe(topic.subject, lambda m, kept=kept: kept.append(report(m.data)))
         event = msgspec.msgpack.Decoder(RequestEvent).decode
         await bus.subscribe(subjects.request_events().subject, lambda m: self._on_event(event(m.data)))
 

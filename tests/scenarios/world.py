@@ -152,4 +152,5 @@ def _agent(node: Node) -> dict[str, object]:
         "tp": node.tp, "count": node.count, "role": node.role, "time_scale": node.time_scale,
         "kv_tokens": node.kv_tokens,
     }  # fmt: skip
-    return {"node": node.name, "fabrics": ("RDMA_ROCE", "TCP"), "engines": [engine]}
+    beside = [{**engine, "role": role, "first_gpu": 8 + n} for n, role in enumerate(node.beside)]
+    return {"node": node.name, "fabrics": ("RDMA_ROCE", "TCP"), "engines": [engine, *beside]}

@@ -1,5 +1,6 @@
 """A whole fleet in one process under virtual time: every service as it is, its edges replaced by calls."""
 
+import asyncio
 import hashlib
 import random
 from collections.abc import Callable, Sequence
@@ -105,6 +106,7 @@ class VirtualFleet:
         *,
         routers: int = 1,
         collectors: int = 1,
+        coordinators: int = 1,
         nodes: Sequence[dict[str, Any]] = NODES,
         **sections: Any,
     ) -> None:
@@ -114,20 +116,21 @@ class VirtualFleet:
         self._network = MemoryNetwork()
         self.buses: dict[str, MemoryBus] = {}
         self.services: dict[str, Service] = {}
+        self._dying: list[asyncio.Future[None]] = []
         shared = config(**sections)
         known = catalogue.load(shared)
         for number in range(collectors):
             self._add(CollectorService, f"collector-{number}", shared)
         for number in range(routers):
             self._add(RouterService, f"router-{number}", shared)
-        coordinator = self._add(CoordinatorService, "coordinator-0", shared)
+        coordinator, *_ = [
+            self._add(CoordinatorService, f"coordinator-{number}", shared) for number in range(coordinators)
+        ]
         self._add(PredictorService, "predictor-0", shared, catalogue=known, budget=DirectBudget(coordinator))
         self._add(AdminService, "admin-0", shared, catalogue=known)
-        for each in nodes:
-            self._add(
-                AgentService, each["node"], config(each, **sections),
-                beats=VirtualBeats(self._deliver, BEAT_S), mover=MemoryMover(self._network, f"{each['node']}:1"),
-            )  # fmt: skip
+        self._sections, self._nodes = sections, {each["node"]: each for each in nodes}
+        for name in self._nodes:
+            self._agent(name)
         self.client = Client(self._bus("client"), "acme", source=self._seeded())
 
     async def __aenter__(self) -> "VirtualFleet":
@@ -139,6 +142,7 @@ class VirtualFleet:
         await self.client.close()
         for service in reversed(list(self.services.values())):
             await service.stop()
+        await asyncio.gather(*self._dying)
 
     def router(self, number: int = 0) -> RouterService:
         """A router replica."""
@@ -150,7 +154,27 @@ class VirtualFleet:
         """End a service as a crash would: off the bus at once, nothing said."""
         service = self.services.pop(name)
         await self.buses[name].close()
-        await service.stop()
+        if isinstance(service, AgentService):
+            service._beats.stop()  # they do not go over the bus
+        self._dying.append(asyncio.ensure_future(service.stop()))
+
+    async def revive(self, name: str) -> None:
+        """Start an agent or a coordinator again that was killed."""
+        if name in self._nodes:
+            self._agent(name)
+        else:
+            self._add(CoordinatorService, name, config(**self._sections))
+        await self.services[name].start()
+
+    def agents(self) -> dict[str, AgentService]:
+        """The agents that live, by node."""
+        return {name: each for name, each in self.services.items() if isinstance(each, AgentService)}
+
+    def _agent(self, name: str) -> None:
+        self._add(
+            AgentService, name, config(self._nodes[name], **self._sections),
+            beats=VirtualBeats(self._deliver, BEAT_S), mover=MemoryMover(self._network, f"{name}:1"),
+        )  # fmt: skip
 
     def _add(self, make: Callable[..., Any], instance: str, configured: Config, **more: Any) -> Any:
         service = make(self._bus(instance), configured, instance=instance, random=self._seeded(), **more)

@@ -73,7 +73,8 @@ class WorkerInfo(Struct, frozen=True):
     """Static facts of one routable engine replica.
 
     ``capabilities`` are any of handshake, export, import, reserve, page, embeddings. ``role`` is what operators allow
-    it to do. ``step_ms`` is the engine's step at an empty batch, for the frozen verdict.
+    it to do. ``step_ms`` is the engine's step at an empty batch, for the frozen verdict. ``root`` is the PCIe root
+    complex of its GPUs and ``numa`` their NUMA node, "" and -1 where the host's configuration does not say.
     """
 
     id: str
@@ -96,15 +97,21 @@ class WorkerInfo(Struct, frozen=True):
     cordoned: bool = False
     adapters: tuple[str, ...] = ()
     step_ms: Amount = 0.0
+    root: str = ""
+    numa: int = -1
 
 
 class LinkInfo(Struct, frozen=True):
-    """One way KV can leave or enter this node; ``peer`` "" is any other node. Rates in decimal gigabytes per second."""
+    """One way KV can leave or enter this node; ``peer`` "" is any other node. Rates in decimal gigabytes per second.
+
+    ``numa`` is the NUMA node of its NIC, -1 where nobody said.
+    """
 
     kind: str
     gb_per_s: Amount
     setup_ms: Amount
     peer: str = ""
+    numa: int = -1
 
 
 class NodeInventory(Struct):

@@ -16,6 +16,7 @@ from quartet_cli.commands import (
     dryrun,
     explain,
     fleet,
+    kv,
     plan,
     policy,
     publish,
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="quartet", description="Runs and asks a Quartet fleet.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (
-        demo, up, fleet, telemetry, policy, dryrun, explain, watch, publish, ring, detect, simulate, plan,
+        demo, up, fleet, telemetry, kv, policy, dryrun, explain, watch, publish, ring, detect, simulate, plan,
     ):  # fmt: skip
         command.add_to(commands)
     arguments = parser.parse_args(argv)

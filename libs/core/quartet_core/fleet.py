@@ -48,6 +48,8 @@ class WorkerFacts(Replica, Protocol):
     def cordoned(self) -> bool: ...
     @property
     def adapters(self) -> tuple[str, ...]: ...
+    @property
+    def root(self) -> str: ...
 
 
 class Kind(Struct):
@@ -344,7 +346,8 @@ class Fleet:
         return kind
 
     def _place(self, node: str, fact: WorkerFacts, fabrics: Mapping[str, float]) -> Place:
-        return place_of(node, fabrics, self._hardware_of(fact.hardware), fact.tp)
+        # A NIC's socket is left to the measured rate of its link; roots decide which path there is at all.
+        return place_of(node, fabrics, self._hardware_of(fact.hardware), fact.tp, root=fact.root)
 
     def _occupy(self, node: str, fact: WorkerFacts, fabrics: Mapping[str, float]) -> int:
         kind = self._kind(fact)

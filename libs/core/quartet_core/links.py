@@ -48,6 +48,7 @@ class Place(Struct, frozen=True, kw_only=True):
 
     ``rdma`` is "ib", "roce" or "" without; ``nic_gb_per_s`` 0 means unknown, and caps nothing. ``host_gb_per_s`` and
     ``gpu_gb_per_s`` are per card, for ``gpus`` cards. ``numa_penalty`` >= 1 is what crossing sockets to the NIC costs.
+    ``root`` names the PCIe root complex that its cards hang on, "" where nobody said.
     """
 
     node: str
@@ -59,6 +60,7 @@ class Place(Struct, frozen=True, kw_only=True):
     nic_gb_per_s: float = 0.0
     peer_to_peer: bool = True
     numa_penalty: float = 1.0
+    root: str = ""
 
 
 def place_on(
@@ -79,13 +81,15 @@ def place_on(
 def best_path(source: Place, target: Place) -> str:
     """The name of the fastest link class that both ends have.
 
-    On one node: NVLink, else PCIe peer to peer, else shared host memory. Between nodes: RDMA when both speak the same
-    kind of it, else TCP.
+    On one node: NVLink, else PCIe peer to peer under one root complex (as far as that is known: between two of them it
+    is slow or not there at all), else shared host memory. Between nodes: RDMA when both speak the same kind of it, else
+    TCP.
     """
     if source.node == target.node:
         if source.gpu_link == target.gpu_link == "nvlink":
             return "NVLINK"
-        return "PCIE_P2P" if source.peer_to_peer and target.peer_to_peer else "SHM"
+        apart = source.root and target.root and source.root != target.root
+        return "PCIE_P2P" if source.peer_to_peer and target.peer_to_peer and not apart else "SHM"
     if source.rdma and source.rdma == target.rdma:
         return "RDMA_IB" if source.rdma == "ib" else "RDMA_ROCE"
     return "TCP"
@@ -189,10 +193,16 @@ def cheaper_to_move(
 ) -> MoveChoice:
     """Move the KV of ``new`` tokens behind ``cached`` ones over ``link``, or compute it with ``profile``?
 
-    The worker prefills in any case (a prompt's last token is never taken from a cache), so recomputing costs the
-    prefill of these tokens without the constant ``a_ms``. ``drift`` is how much slower than its profile the worker
-    runs. On a tie nothing moves.
+    ``drift`` is how much slower than its profile the worker runs.
     """
-    move_ms = transfer_ms(link, transfer_bytes)
+    return choose(transfer_ms(link, transfer_bytes), profile, cached, new, drift)
+
+
+def choose(move_ms: float, profile: Profile, cached: int, new: int, drift: float = 1.0) -> MoveChoice:
+    """As `cheaper_to_move`, where what moving takes is known.
+
+    The worker prefills in any case (a prompt's last token is never taken from a cache), so recomputing costs the
+    prefill of these tokens without the constant ``a_ms``. On a tie nothing moves.
+    """
     recompute_ms = max(profile.prefill_ms(cached, new) - profile.a_ms, 0.0) * drift
     return MoveChoice(move_ms < recompute_ms, move_ms, recompute_ms)

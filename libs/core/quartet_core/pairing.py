@@ -93,11 +93,26 @@ def lacking(source: Replica, target: Replica) -> str | None:
     return None
 
 
-def place_of(node: str, fabrics: Mapping[str, float], hardware: HardwareClass, gpus: int) -> Place:
+NUMA_PENALTY = 1.25
+"""How much longer bytes take whose cards and NIC hang on different sockets. (Judged: what crosses the link between
+sockets is bound by it, and shares it with everything else; measured rates of the link correct it.)"""
+
+
+def place_of(
+    node: str,
+    fabrics: Mapping[str, float],
+    hardware: HardwareClass,
+    gpus: int,
+    *,
+    root: str = "",
+    numa: int = -1,
+    nic_numa: int = -1,
+) -> Place:
     """Where a worker on ``gpus`` cards of ``hardware`` stands, in a node that announces ``fabrics``.
 
     ``fabrics`` are link classes of the inventory with their rate in GB/s. InfiniBand wins over RoCE where a node has
-    both. Peer to peer over PCIe is taken for granted unless the node offers shared memory in its stead.
+    both. Peer to peer over PCIe is taken for granted unless the node offers shared memory in its stead. ``root`` is the
+    PCIe root complex of its cards, ``numa`` and ``nic_numa`` the NUMA nodes of cards and NIC, -1 where nobody said.
     """
     rdma: Literal["ib", "roce", ""] = ""
     if "RDMA_IB" in fabrics:
@@ -114,4 +129,6 @@ def place_of(node: str, fabrics: Mapping[str, float], hardware: HardwareClass, g
         rdma=rdma,
         nic_gb_per_s=fabrics.get(nic, 0.0),
         peer_to_peer="PCIE_P2P" in fabrics or "SHM" not in fabrics,
+        numa_penalty=NUMA_PENALTY if numa >= 0 and nic_numa >= 0 and numa != nic_numa else 1.0,
+        root=root,
     )

@@ -1,11 +1,11 @@
-"""``quartet-agent``: the agent as a process, with beats from a child process and KV over TCP."""
+"""``quartet-agent``: the agent as a process, with beats from a child process and the movers that ``[kv]`` names."""
 
 import platform
 import secrets
 from random import Random
 
 from quartet_agent.beats.process import ChildBeats
-from quartet_agent.kv.tcp import TcpMover
+from quartet_agent.kv.choice import make_movers
 from quartet_agent.service import AgentService
 from quartet_agent.telemetry.wiring import real_readings
 from quartet_bus.bus import Bus
@@ -21,7 +21,7 @@ def make(bus: Bus, config: Config, instance: str, random: Random) -> AgentServic
         instance=config.agent.node or platform.node(),
         random=random,
         beats=ChildBeats(config.fleet),
-        mover=TcpMover(config.kv.listen),
+        mover=make_movers(config.kv),
         token_bytes=secrets.token_bytes,
         real_readings=real_readings,
     )

@@ -20,12 +20,15 @@ def links_of(config: Config, catalogue: Catalogue, node: str, hardware: Iterable
     Raises ``ConfigError`` for a fabric that is no link class.
     """
     links: list[LinkInfo] = []
+    numa = config.agent.nic_numa
+    if numa < 0 and config.agent.nics:
+        numa = config.agent.nics[0].numa
     for kind in config.agent.fabrics:
         given, shipped = config.kv.links.get(kind), LINK_CLASSES.get(kind)
         if given is not None:
-            links.append(LinkInfo(kind, given.gb_per_s, given.setup_ms))
+            links.append(LinkInfo(kind, given.gb_per_s, given.setup_ms, numa=numa))
         elif shipped is not None:
-            links.append(LinkInfo(kind, shipped.gb_per_s, shipped.setup_ms))
+            links.append(LinkInfo(kind, shipped.gb_per_s, shipped.setup_ms, numa=numa))
         else:
             known = ", ".join(sorted({*LINK_CLASSES, *config.kv.links}))
             raise ConfigError(WHERE, "agent.fabrics", kind, f"is no link class; known: {known}")

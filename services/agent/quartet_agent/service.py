@@ -21,6 +21,7 @@ from quartet_agent.kv.commands import KvCommands
 from quartet_agent.kv.departures import Departures
 from quartet_agent.kv.figures import FetchFigures
 from quartet_agent.kv.mover import Mover
+from quartet_agent.kv.sends import Sends
 from quartet_agent.loading.resident import ResidentSet
 from quartet_agent.runs import Run, RunPorts
 from quartet_agent.streams import Streams
@@ -48,6 +49,7 @@ from quartet_bus.messages import (
 from quartet_bus.messages import Run as RunDispatch
 from quartet_bus.service import UNREADABLE, Service
 from quartet_core.openai import Refused
+from quartet_core.transfer_words import State
 
 _TICK_S = 0.05
 _AFFINITY_INTERVAL_S = 0.02
@@ -96,6 +98,7 @@ class AgentService(Service):
         self._phases = self.metrics.counter("request_events", "Request events said.", ("phase", "outcome"))
         self._tokens = self.metrics.counter("tokens", "Tokens of ended streams.", ("kind",))
         self._moved = self.metrics.counter("kv_moved_bytes", "KV sent: charged to the link, on the wire.", ("kind",))
+        self._sent = self.metrics.counter("kv_sent", "Transfers sent, by the link class that they took.", ("link",))
         self._fetches = FetchFigures(self.metrics)
         self._unreadable_cancels = self.metrics.counter("unreadable_cancels", "Cancels that could not be read.")
 
@@ -162,12 +165,9 @@ class AgentService(Service):
         self.arrivals = Arrivals(loop, self._token_bytes, self.streams.kv_committed, self.streams.kv_lost)
         self.departures = Departures(
             loop,
-            self._now_ms,
-            self._mover,
+            Sends(self._now_ms, self._mover, self.spawn, chunk_bytes=config.kv.chunk_bytes),
             self._say_progress,
-            self.spawn,
             lease_ms=config.kv.lease_ms,
-            chunk_bytes=config.kv.chunk_bytes,
         )
         self._ports = RunPorts(
             loop=loop,
@@ -269,6 +269,8 @@ class AgentService(Service):
 
     def _say_progress(self, report: TransferReport) -> None:
         self.say(subjects.kv_progress(), report)
+        if report.state == State.MOVED:
+            self._sent.labels(report.link).inc()
         if report.wire_bytes:
             self._sent_bytes[report.source] = self._sent_bytes.get(report.source, 0) + report.kv_bytes
             self._moved.labels("wire").inc(report.wire_bytes)

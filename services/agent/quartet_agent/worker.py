@@ -38,6 +38,8 @@ class WorkerFacts:
     step_ms: float = 0.0
     watts_per_gpu: float = 0.0
     pcie_gen: int = 0
+    root: str = ""
+    numa: int = -1
 
 
 class HostedWorker:
@@ -94,6 +96,8 @@ class HostedWorker:
             cordoned=self.cordoned,
             adapters=facts.adapters,
             step_ms=facts.step_ms,
+            root=facts.root,
+            numa=facts.numa,
         )
 
     def word(self, *, accepting: bool, epoch: int) -> int:

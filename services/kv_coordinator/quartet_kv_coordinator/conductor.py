@@ -1,11 +1,14 @@
 """Runs the transfers of an active coordinator: feeds their machines, does what these ask for, shares the lanes."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
 
 from quartet_bus.messages import (
     Cancel,
+    KvCommand,
+    KvReply,
     Phase,
     RequestEvent,
     TransferPlan,
@@ -34,8 +37,8 @@ from quartet_core.transfer import (
     Transfer,
 )
 from quartet_kv_coordinator.book import Ask, Book, Entry, ask_of
-from quartet_kv_coordinator.commands import OLD_TERM, Commands, command_of, event_of
-from quartet_kv_coordinator.lanes import Lanes
+from quartet_kv_coordinator.commands import OLD_TERM, command_of, event_of
+from quartet_kv_coordinator.lanes import Lane, Lanes
 from quartet_kv_coordinator.metrics import CoordinatorMetrics
 from quartet_kv_coordinator.planning import NotPlanned, check
 from quartet_kv_coordinator.roster import Gone, Roster
@@ -71,8 +74,17 @@ class Office(Protocol):
         """The coordinator's id."""
         ...
 
-    def spawn(self, work: Coroutine[Any, Any, Any], name: str = "") -> object:
-        """Run ``work`` in the background."""
+    def carry(
+        self,
+        node: str | None,
+        command: KvCommand,
+        wanted: Callable[[], bool],
+        answered: Callable[[KvReply | None], None],
+    ) -> None:
+        """Take ``command`` to the agent on ``node`` in the background, as often as it needs while it is ``wanted``.
+
+        ``answered`` is called once, later: with its reply, or None when there was none (or, node None, nobody to ask).
+        """
         ...
 
     def announce(self, report: TransferReport, failure: Failure | None) -> None:
@@ -88,7 +100,6 @@ class Conductor:
         office: Office,
         roster: Roster,
         lanes: Lanes,
-        commands: Commands,
         metrics: CoordinatorMetrics,
         *,
         lease_ms: float,
@@ -96,7 +107,6 @@ class Conductor:
         self._office = office
         self._roster = roster
         self._lanes = lanes
-        self._commands = commands
         self._metrics = metrics
         self._lease_ms = lease_ms
         self._early: OrderedDict[Ask, tuple[int, list[RequestEvent]]] = OrderedDict()  # since when (ns), oldest first
@@ -168,7 +178,9 @@ class Conductor:
                     self._feed(entry, Ready())
             elif event.phase is Phase.REFUSED:
                 self._feed(entry, Cancelled(Failure.REFUSED, f"{side}: {event.reason}"))
-            elif event.phase is Phase.END and (side is Side.TARGET or event.status != "ok"):
+            elif event.status == "ok" and (side is Side.SOURCE or entry.machine.state is State.COMMITTING):
+                pass  # a request may have read the blocks before we hear that they were readable: COMMIT's answer tells
+            elif event.phase is Phase.END:
                 self._feed(entry, Cancelled(Failure.ENDED, f"{side}: {event.reason or event.status}"))
 
     def cancelled(self, cancel: Cancel) -> None:
@@ -213,7 +225,7 @@ class Conductor:
         """Another coordinator leads: drop everything without a word; returns what had no outcome yet."""
         for entry in self.book:
             if entry.route is not None:
-                entry.route.lane.leave(entry.plan.transfer)
+                entry.route.lane.leave(entry.plan.transfer, self._office.now_ns())
         self._early.clear()
         return self.book.abandon()
 
@@ -242,7 +254,7 @@ class Conductor:
                 entry.detail = f"{action.failure}: {action.detail}" if action.detail else str(action.failure or "")
                 self._office.announce(entry.report(), action.failure)
             else:
-                self._office.spawn(self._carry(entry, action), f"kv {entry.plan.transfer}")
+                self._order(entry, action)
         if before is State.RESERVING and entry.machine.state is State.RESERVED:
             entry.reserved_ns = self._office.now_ns()
         self._share_lane(entry)
@@ -254,36 +266,45 @@ class Conductor:
         route, machine, name = entry.route, entry.machine, entry.plan.transfer
         if route is None:
             return
-        lane = route.lane
+        lane, now_ns = route.lane, self._office.now_ns()
         if machine.state is State.RESERVED and machine.ready:
-            if not lane.is_waiting(name):
-                lane.wait(name, machine.deadline_ns, entry.plan.kv_bytes)
+            if lane.is_waiting(name):
+                return
+            lane.wait(name, machine.deadline_ns, entry.plan.kv_bytes, route)
+            self._grant([lane], now_ns)
         elif machine.on_the_wire:
             if not lane.is_sending(name):
-                entry.predicted_ms = lane.enter(name, entry.plan.kv_bytes, route.share).predicted_ms
+                entry.predicted_ms = lane.enter(name, entry.plan.kv_bytes, route, now_ns).predicted_ms
         elif lane.is_sending(name) or lane.is_waiting(name):
             arrived = machine.state is State.COMMITTING
-            lane.leave(name, entry.took_ms if arrived else 0.0, route.share)
-        while (granted := lane.grant()) is not None:
-            waiter = self.book.live(granted)
-            if waiter is not None:
-                self._feed(waiter, Go())
+            lane.leave(name, now_ns, entry.took_ms if arrived else 0.0, route.share)
+            # room in a root complex may be what another lane waits for
+            self._grant(self._lanes if route.roots else [lane], now_ns)
 
-    async def _carry(self, entry: Entry, action: Action) -> None:
-        """Take one command to its agent, and its answer to the machine."""
+    def _grant(self, lanes: Iterable[Lane], now_ns: int) -> None:
+        for lane in list(lanes):
+            while (granted := lane.grant(now_ns)) is not None:
+                waiter = self.book.live(granted)
+                if waiter is not None:
+                    self._feed(waiter, Go())
+
+    def _order(self, entry: Entry, action: Action) -> None:
+        """Have ``action`` taken to its agent, and its answer brought back to the machine."""
         side, command = command_of(
             entry, action, term=self._office.term, coordinator=self._office.instance, lease_ms=self._lease_ms
         )
         if isinstance(action, Move) and entry.route is not None:
             lane = entry.route.lane
             command.link, command.setup_ms = lane.link.kind, lane.link.setup_ms
-            command.gb_per_s = lane.charge_gb_per_s(entry.plan.transfer, entry.plan.kv_bytes, entry.route.share)
-        node = entry.nodes.get(side)
-        reply = None
-        if node is not None:
-            reply = await self._commands.put(
-                node, command, lambda: self.book.live(entry.plan.transfer) is entry and entry.machine.wants(action)
-            )
+            command.gb_per_s = lane.charge_gb_per_s(entry.route.share)
+        self._office.carry(
+            entry.nodes.get(side), command, partial(self._wants, entry, action), partial(self._answered, entry, action)
+        )
+
+    def _wants(self, entry: Entry, action: Action) -> bool:
+        return self.book.live(entry.plan.transfer) is entry and entry.machine.wants(action)
+
+    def _answered(self, entry: Entry, action: Action, reply: KvReply | None) -> None:
         if self.book.live(entry.plan.transfer) is not entry:
             return
         if reply is not None and not reply.ok and reply.reason == OLD_TERM:

@@ -1,11 +1,13 @@
 """The gRPC door of the KV coordinator."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
 
 from quartet_kv_coordinator.book import TransferView
+from quartet_kv_coordinator.planning import NotPlanned
 from quartet_kv_coordinator.service import CoordinatorService, UnknownNode, UnknownTransfer
 from quartet_rpc import server
 from quartet_rpc.errors import CallFailed, invalid, not_found, unavailable
@@ -15,6 +17,9 @@ from quartet_rpc.v1.coordinator_pb2_grpc import CoordinatorServicer, add_Coordin
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1_000
+
+WATCH_S = 0.05
+"""How often a watcher's transfers are looked at."""
 
 
 class CoordinatorDoor(CoordinatorServicer):
@@ -35,19 +40,56 @@ class CoordinatorDoor(CoordinatorServicer):
             active=self._service.active,
         )
 
+    async def WatchTransfers(self, request: pb.WatchTransfersRequest, context: object) -> AsyncIterator[pb.Transfer]:
+        # Looked at, not told: a slow watcher misses states in between, and never holds anything up.
+        told: dict[str, str] = {}
+        first = True
+        while True:
+            views = self._service.transfers()
+            for view in reversed(views):
+                if told.get(view.transfer) != view.state and (view.live or not first):
+                    yield _transfer(view)
+            told = {view.transfer: view.state for view in views}
+            first = False
+            await asyncio.sleep(WATCH_S)
+
+    async def PlanTransfer(self, request: pb.PlanTransferRequest, context: object) -> pb.PlanTransferReply:
+        if request.tokens <= 0 or request.held_tokens >= request.tokens or request.deadline_ms < 0:
+            raise invalid("tokens must be positive and more than held_tokens, deadline_ms not negative")
+        self._must_lead()
+        try:
+            weighed = self._service.weigh(
+                request.source, request.target, request.tokens, request.held_tokens, request.deadline_ms
+            )
+        except NotPlanned as error:
+            return pb.PlanTransferReply(failure=error.failure.value, detail=error.detail)
+        choice = weighed.choice
+        return pb.PlanTransferReply(
+            possible=True,
+            link=weighed.link,
+            kv_bytes=weighed.kv_bytes,
+            move_ms=choice.move_ms,
+            recompute_ms=choice.recompute_ms,
+            move=choice.move,
+        )
+
     async def ListLinks(self, request: pb.ListLinksRequest, context: object) -> pb.ListLinksReply:
         return pb.ListLinksReply(
             links=[
                 pb.Link(
-                    source=link.source,
-                    target=link.target,
-                    kind=link.kind,
-                    gb_per_s=link.gb_per_s,
-                    setup_ms=link.setup_ms,
-                    in_flight_bytes=link.in_flight_bytes,
-                    transfers=link.transfers,
+                    source=lane.source,
+                    target=lane.target,
+                    kind=lane.link.kind,
+                    gb_per_s=lane.link.gb_per_s,
+                    setup_ms=lane.link.setup_ms,
+                    in_flight_bytes=lane.link.bytes_in_flight,
+                    transfers=lane.sending,
+                    promised_gb_per_s=lane.link.promised_gb_per_s,
+                    slowed=lane.link.slowed,
+                    measured=lane.measured,
+                    waiting=lane.waiting,
                 )
-                for link in self._service.links()
+                for lane in self._service.links()
             ],
             coordinator=self._service.instance,
             term=self._service.highest_term,

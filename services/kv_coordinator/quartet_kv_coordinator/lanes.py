@@ -1,11 +1,10 @@
 """Lanes: directed links between nodes, what they are measured to carry, and who may use them next.
 
-A lane is one (source node, target node, link class). At most so many transfers send at once; the others wait, the
-earliest deadline first. Bytes on the wire come from ``quartet_core.links``; that several lanes share a root complex or
-a NIC is not looked at here: whoever does adds a second gate to `Lane.grant`.
+A lane is one (source node, target node, link class). At most so many transfers send at once, on a lane and through the
+root complexes at its ends; who of the others is next, ``admission`` says. Those that send share the lane equally, so
+what one of them took is scaled to what it would have taken alone before the link learns from it.
 """
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from quartet_bus.config.schema import KvSection
 from quartet_bus.messages import LinkState
 from quartet_core.links import LINK_CLASSES, Link, LinkClass, Place, best_path, ceiling_gb_per_s
+from quartet_kv_coordinator.admission import Root, Waiting, first_of
 
 _BYTES_PER_MS = 1e6  # of one GB/s
 
@@ -25,15 +25,17 @@ MAX_LANES = 8192
 
 @dataclass(slots=True)
 class Sending:
-    """One transfer's use of a lane."""
+    """One transfer's use of a lane. ``begun_ns`` and ``shared_ns`` are when, and at how much of a share's time."""
 
     kv_bytes: int
-    ahead_bytes: int
     predicted_ms: float
+    begun_ns: int
+    shared_ns: float
+    roots: tuple[Root, ...]
 
 
 class Lane:
-    """One directed link: its `Link`, the transfers that send, and the queue of those that are ready to."""
+    """One directed link: its `Link`, the transfers that send, and those that are ready to."""
 
     def __init__(self, source: str, target: str, link: Link, limit: int) -> None:
         self.source = source
@@ -44,9 +46,9 @@ class Lane:
         """Whether it was said that this link is slowed."""
         self._limit = limit
         self._sending: dict[str, Sending] = {}
-        self._queue: list[tuple[int, int, str]] = []
-        self._waiting: dict[str, tuple[int, int]] = {}
-        self._number = 0
+        self._waiting: dict[str, tuple[Waiting, Route]] = {}
+        self._shared_ns = 0.0  # how long a transfer that was always there would have had the lane to itself
+        self._at_ns = 0
 
     @property
     def sending(self) -> int:
@@ -73,39 +75,57 @@ class Lane:
 
     def queued_bytes(self, deadline_ns: int) -> int:
         """Bytes that go before a newcomer with this deadline, beyond those on the wire."""
-        return sum(kv_bytes for due_ns, kv_bytes in self._waiting.values() if due_ns <= deadline_ns)
+        return sum(each.kv_bytes for each, _ in self._waiting.values() if each.deadline_ns <= deadline_ns)
 
-    def wait(self, transfer: str, deadline_ns: int, kv_bytes: int) -> None:
+    def wait(self, transfer: str, deadline_ns: int, kv_bytes: int, route: "Route") -> None:
         """Queue a transfer that is ready to send."""
-        self._waiting[transfer] = (deadline_ns, kv_bytes)
-        self._number += 1
-        heapq.heappush(self._queue, (deadline_ns, self._number, transfer))
+        self._waiting[transfer] = Waiting(transfer, deadline_ns, kv_bytes), route
 
-    def grant(self) -> str | None:
-        """The transfer that may send now, taken from the queue; None when nothing waits or the lane is full."""
-        while self._queue and len(self._sending) < self._limit:
-            _, _, transfer = heapq.heappop(self._queue)
-            if self._waiting.pop(transfer, None) is not None:
-                return transfer
-        return None
+    def grant(self, now_ns: int) -> str | None:
+        """The transfer that may send now, taken from the queue; None when nobody waits or there is no room."""
+        if not self._waiting or len(self._sending) >= self._limit:
+            return None
+        able = [each for each, route in self._waiting.values() if not any(root.full for root in route.roots)]
+        if not able:
+            return None
+        granted = first_of(able, now_ns, lambda kv_bytes: self.predict_ms(self.link.bytes_in_flight, kv_bytes, 1.0))
+        del self._waiting[granted.transfer]
+        return granted.transfer
 
-    def enter(self, transfer: str, kv_bytes: int, share: float) -> Sending:
-        """``transfer`` sends from now on. ``share`` is how much of the link its ends can use (`Route.share`)."""
-        ahead = self.link.begin(kv_bytes)
-        self._sending[transfer] = sending = Sending(kv_bytes, ahead, self.predict_ms(ahead, kv_bytes, share))
+    def enter(self, transfer: str, kv_bytes: int, route: "Route", now_ns: int) -> Sending:
+        """``transfer`` sends from now on."""
+        self._advance(now_ns)
+        self._waiting.pop(transfer, None)
+        # of a larger one beside it, only as much is in its way as it has itself
+        beside = sum(min(other.kv_bytes, kv_bytes) for other in self._sending.values())
+        predicted_ms = max(
+            self.predict_ms(beside, kv_bytes, route.share),
+            *(self.link.setup_ms + root.ready_ms(kv_bytes) for root in route.roots),
+            0.0,
+        )
+        self.link.begin(kv_bytes)
+        for root in route.roots:
+            root.begin(kv_bytes)
+        self._sending[transfer] = sending = Sending(kv_bytes, predicted_ms, now_ns, self._shared_ns, route.roots)
         return sending
 
-    def leave(self, transfer: str, took_ms: float = 0.0, share: float = 1.0) -> None:
+    def leave(self, transfer: str, now_ns: int, took_ms: float = 0.0, share: float = 1.0) -> None:
         """``transfer`` neither sends nor waits any more; ``took_ms`` > 0 is what sending took, when it came through."""
+        self._advance(now_ns)
         self._waiting.pop(transfer, None)
         sending = self._sending.pop(transfer, None)
         if sending is None:
             return
         self.link.end(sending.kv_bytes)
+        for root in sending.roots:
+            root.end(sending.kv_bytes)
         if took_ms > 0:
-            # The ends may be slower than the link (one L40S behind a fast NIC): what the link itself would have taken.
+            # The ends may be slower than the link (one L40S behind a fast NIC), and others have had their share of it:
+            # what this transfer alone would have taken on the link itself.
+            there_ns = now_ns - sending.begun_ns
+            alone = (self._shared_ns - sending.shared_ns) / there_ns if there_ns > 0 else 1.0
             setup_ms = min(self.link.setup_ms, took_ms)
-            self.link.observe(sending.kv_bytes, sending.ahead_bytes, setup_ms + (took_ms - setup_ms) * share)
+            self.link.observe(sending.kv_bytes, 0, setup_ms + (took_ms - setup_ms) * share * alone)
             self.measured = True
 
     def predict_ms(self, ahead_bytes: int, kv_bytes: int, share: float) -> float:
@@ -113,15 +133,18 @@ class Lane:
         rate = self.link.gb_per_s * share * _BYTES_PER_MS
         return self.link.setup_ms + (ahead_bytes + kv_bytes) / rate * self.link.numa_penalty
 
-    def charge_gb_per_s(self, transfer: str, kv_bytes: int, share: float) -> float:
-        """The rate at which a simulated mover is to charge ``transfer``.
+    def charge_gb_per_s(self, share: float) -> float:
+        """The rate at which a simulated mover is to charge a transfer that has the lane to itself.
 
-        What link and ends promise, stretched by the bytes ahead, so that charging takes as long as the formula says.
-        Measured rates stay out of it: what is charged would otherwise be measured again, and never recover.
+        What link and ends promise. Measured rates stay out of it: what is charged would otherwise be measured again,
+        and never recover.
         """
-        sending = self._sending.get(transfer)
-        ahead = self.link.bytes_in_flight if sending is None else sending.ahead_bytes
-        return self.link.promised_gb_per_s * share * kv_bytes / ((ahead + kv_bytes) * self.link.numa_penalty)
+        return self.link.promised_gb_per_s * share / self.link.numa_penalty
+
+    def _advance(self, now_ns: int) -> None:
+        if self._sending:
+            self._shared_ns += (now_ns - self._at_ns) / len(self._sending)
+        self._at_ns = now_ns
 
     def state(self) -> LinkState:
         """As announced on ``kv.links``."""
@@ -133,15 +156,17 @@ class Lane:
 
 @dataclass(slots=True, frozen=True)
 class Route:
-    """How one transfer goes: its lane, and what its two workers can use of it."""
+    """How one transfer goes: its lane, what its two workers can use of it, and the root complexes on the way."""
 
     lane: Lane
     share: float
+    roots: tuple[Root, ...] = ()
 
     def predict_ms(self, kv_bytes: int, deadline_ns: int) -> float:
         """When ``kv_bytes`` would have arrived if they were ready now, behind all that goes before them."""
         lane = self.lane
-        return lane.predict_ms(lane.link.bytes_in_flight + lane.queued_bytes(deadline_ns), kv_bytes, self.share)
+        on_link_ms = lane.predict_ms(lane.link.bytes_in_flight + lane.queued_bytes(deadline_ns), kv_bytes, self.share)
+        return max([on_link_ms, *(lane.link.setup_ms + root.ready_ms(kv_bytes) for root in self.roots)])
 
 
 class Lanes:
@@ -149,6 +174,8 @@ class Lanes:
 
     def __init__(self, config: KvSection) -> None:
         self._limit = config.transfers_per_link
+        self._root_limit = config.transfers_per_root
+        self._roots: dict[tuple[str, str, str], Root] = {}
         configured = {
             name: LinkClass(name, link.gb_per_s, link.setup_ms, "configuration") for name, link in config.links.items()
         }
@@ -173,27 +200,29 @@ class Lanes:
             lane = self._lanes[key] = self._fresh(key[2], source, target)
         else:
             self._lanes.move_to_end(key)
-        return _route(lane, source, target)
+        return Route(lane, _share(lane, source, target), self._roots_of(lane, source, target))
 
     def look(self, source: Place, target: Place) -> Route:
         """The same route, for whoever only asks: a lane that nobody used is told as its class says, and not kept."""
         path = best_path(source, target)
         lane = self._lanes.get((source.node, target.node, path))
-        return _route(lane or self._fresh(path, source, target), source, target)
+        lane = lane or self._fresh(path, source, target)
+        return Route(lane, _share(lane, source, target))
 
     def states(self) -> tuple[LinkState, ...]:
         """The table for ``kv.links``: configured class figures, then what is measured or busy, last planned first."""
         known = [lane for lane in reversed(self._lanes.values()) if lane.measured or lane.busy]
         return (*self._class_rows, *(lane.state() for lane in known[:MAX_ANNOUNCED]))
 
-    def listing(self, pairs: Iterable[tuple[Place, Place]]) -> tuple[LinkState, ...]:
+    def listing(self, pairs: Iterable[tuple[Place, Place]]) -> tuple[Lane, ...]:
         """For people: what is measured or busy, then the links of ``pairs`` as their classes say; bounded."""
-        found = {(state.source, state.target, state.kind): state for state in self.states() if state.source}
+        known = [lane for lane in reversed(self._lanes.values()) if lane.measured or lane.busy]
+        found = {(lane.source, lane.target, lane.link.kind): lane for lane in known[:MAX_ANNOUNCED]}
         for source, target in pairs:
             if len(found) >= MAX_ANNOUNCED:
                 break
-            state = self.look(source, target).lane.state()
-            found.setdefault((state.source, state.target, state.kind), state)
+            lane = self.look(source, target).lane
+            found.setdefault((lane.source, lane.target, lane.link.kind), lane)
         return tuple(found.values())
 
     def _fresh(self, path: str, source: Place, target: Place) -> Lane:
@@ -204,6 +233,24 @@ class Lanes:
             penalty = max(source.numa_penalty, target.numa_penalty)
         return Lane(source.node, target.node, Link(path, rate, known.setup_ms, penalty), self._limit)
 
+    def _roots_of(self, lane: Lane, source: Place, target: Place) -> tuple[Root, ...]:
+        """What a transfer shares with other lanes: the way out of its source's cards and into its target's.
+
+        NVLink passes no root complex. Bounded by the roots that hosts name, at most one a card.
+        """
+        if lane.link.kind == "NVLINK":
+            return ()
+        found = []
+        for place, way in ((source, "out"), (target, "in")):
+            if place.root:
+                key = (place.node, place.root, way)
+                if key not in self._roots:
+                    self._roots[key] = Root(place.gpus * place.host_gb_per_s, self._root_limit)
+                root = self._roots[key]
+                root.gb_per_s = max(root.gb_per_s, place.gpus * place.host_gb_per_s)
+                found.append(root)
+        return tuple(found)
+
     def _make_room(self) -> None:
         """Forget the lane longest unplanned. Busy ones get another turn: there are fewer transfers than lanes."""
         while len(self._lanes) >= MAX_LANES:
@@ -212,6 +259,5 @@ class Lanes:
                 self._lanes[key] = lane
 
 
-def _route(lane: Lane, source: Place, target: Place) -> Route:
-    ceiling = ceiling_gb_per_s(lane.link.kind, source, target)
-    return Route(lane, min(1.0, ceiling / lane.link.promised_gb_per_s))
+def _share(lane: Lane, source: Place, target: Place) -> float:
+    return min(1.0, ceiling_gb_per_s(lane.link.kind, source, target) / lane.link.promised_gb_per_s)

@@ -85,9 +85,8 @@ class Roster:
             self._sightings.forget_node(silent)
             del self._heard_ns[silent]
         if new_agent or known is None or known.epoch != inventory.epoch:
-            fabrics = {link.kind: link.gb_per_s for link in inventory.links}
             for info in inventory.workers:
-                self._take(inventory.node, fabrics, info)
+                self._take(inventory, info)
         return Learned(new_agent, gone)
 
     def judge(self, collector: str, word: WorkerState, now_ns: int) -> Gone | None:
@@ -113,11 +112,11 @@ class Roster:
         if stamp.node in self._nodes:
             self._sightings.note(collector, stamp.node, stamp.sequence)
 
-    def _take(self, node: str, fabrics: dict[str, float], info: WorkerInfo) -> None:
-        place = self._place(node, fabrics, info)
+    def _take(self, inventory: NodeInventory, info: WorkerInfo) -> None:
+        place = self._place(inventory, info)
         replica = self._workers.get(info.id)
-        if replica is None or replica.node != node:
-            self._workers[info.id] = Replica(info, node, place)
+        if replica is None or replica.node != inventory.node:
+            self._workers[info.id] = Replica(info, inventory.node, place)
         else:
             replica.info, replica.place = info, place
 
@@ -129,9 +128,17 @@ class Roster:
                 del self._workers[worker]
         return gone
 
-    def _place(self, node: str, fabrics: dict[str, float], info: WorkerInfo) -> Place | None:
+    def _place(self, inventory: NodeInventory, info: WorkerInfo) -> Place | None:
         try:
             hardware = self._catalogue.hardware_class(info.hardware)
         except UnknownProfile:
             return None
-        return place_of(node, fabrics, hardware, max(info.tp, len(info.gpus)))
+        return place_of(
+            inventory.node,
+            {link.kind: link.gb_per_s for link in inventory.links},
+            hardware,
+            max(info.tp, len(info.gpus)),
+            root=info.root,
+            numa=info.numa,
+            nic_numa=max((link.numa for link in inventory.links if not link.peer), default=-1),
+        )

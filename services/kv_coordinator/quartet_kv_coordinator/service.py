@@ -2,7 +2,7 @@
 
 import asyncio
 import random as random_module
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -14,8 +14,9 @@ from quartet_bus.messages import (
     ControlRequest,
     FleetDelta,
     FleetSnapshot,
+    KvCommand,
     KvLease,
-    LinkState,
+    KvReply,
     LinkTable,
     NodeInventory,
     NodeStamp,
@@ -33,9 +34,10 @@ from quartet_core.transfer import Adopt, Failure, State
 from quartet_kv_coordinator.book import TransferView
 from quartet_kv_coordinator.commands import Commands
 from quartet_kv_coordinator.conductor import Conductor
-from quartet_kv_coordinator.lanes import Lanes
+from quartet_kv_coordinator.lanes import Lane, Lanes
 from quartet_kv_coordinator.leadership import Leadership
 from quartet_kv_coordinator.metrics import CoordinatorMetrics
+from quartet_kv_coordinator.planning import Weighed, weigh
 from quartet_kv_coordinator.roster import Gone, Roster
 from quartet_kv_coordinator.takeover import Survey, Watch, orphaned
 
@@ -73,12 +75,11 @@ class CoordinatorService(Service):
     def __init__(self, bus: Bus, config: Config, *, instance: str, random: random_module.Random) -> None:
         super().__init__(bus, config, instance=instance, random=random)
         self._counts = CoordinatorMetrics(self.metrics)
-        self._roster = Roster(catalogue.load(config))
+        self._catalogue = catalogue.load(config)
+        self._roster = Roster(self._catalogue)
         self._lanes = Lanes(config.kv)
         self._commands = Commands(self.ask, asyncio.sleep, self._count_command, self._fenced)
-        self._conductor = Conductor(
-            self, self._roster, self._lanes, self._commands, self._counts, lease_ms=config.kv.lease_ms
-        )
+        self._conductor = Conductor(self, self._roster, self._lanes, self._counts, lease_ms=config.kv.lease_ms)
         self._watch = Watch()
         self._leadership: Leadership | None = None
         self._rebuilt = False
@@ -137,9 +138,19 @@ class CoordinatorService(Service):
         """Transfers under way and lately ended, newest first."""
         return self._conductor.book.views(self.now_ns())
 
-    def links(self) -> tuple[LinkState, ...]:
+    def links(self) -> tuple[Lane, ...]:
         """Links that are measured or busy, then those between known nodes that nobody used yet; bounded."""
         return self._lanes.listing(self._pairs(self._roster.nodes, self._roster.nodes))
+
+    def weigh(self, source: str, target: str, tokens: int, held: int, deadline_ms: float) -> Weighed:
+        """What moving the KV of ``tokens`` tokens would take now, less ``held`` that ``target`` has, or computing it.
+
+        ``deadline_ms`` 0 stands for none. Raises ``NotPlanned`` where no such transfer would be begun.
+        """
+        return weigh(
+            self._roster, self._lanes, self._catalogue, self.config.models, source, target, tokens, held, deadline_ms,
+            self.now_ns(),
+        )  # fmt: skip
 
     def cancel(self, transfer: str) -> State:
         """Abort a transfer and free both sides; returns its state then. Raises ``UnknownTransfer``."""
@@ -243,6 +254,25 @@ class CoordinatorService(Service):
         self._counts.ended(report, failure or "")
         if failure is not None:
             self.log.info("transfer failed", transfer=report.transfer, detail=report.detail)
+
+    def carry(
+        self,
+        node: str | None,
+        command: KvCommand,
+        wanted: Callable[[], bool],
+        answered: Callable[[KvReply | None], None],
+    ) -> None:
+        """As ``Office.carry``."""
+        self.spawn(self._put(node, command, wanted, answered), f"kv {command.transfer}")
+
+    async def _put(
+        self,
+        node: str | None,
+        command: KvCommand,
+        wanted: Callable[[], bool],
+        answered: Callable[[KvReply | None], None],
+    ) -> None:
+        answered(None if node is None else await self._commands.put(node, command, wanted))
 
     def _fenced(self, sent: int, obeyed: int) -> int:
         """An agent that obeys term ``obeyed`` refused a command of term ``sent``: the term to ask it under now, or 0.

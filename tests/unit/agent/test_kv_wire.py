@@ -12,56 +12,64 @@ SECRET = b"0123456789abcdef"
 
 @given(st.text(min_size=1, max_size=60), st.integers(0, 2**32 - 1), st.binary(min_size=16, max_size=16))
 def test_a_hello_says_what_it_was_told(transfer, epoch, secret):
-    hello = wire.encode_hello(transfer, epoch, secret)
-    told_epoch, length, told_secret = wire.decode_hello(hello[: wire.HELLO.size])
-    assert (told_epoch, told_secret) == (epoch, secret)
-    assert hello[wire.HELLO.size :][:length].decode() == transfer
+    hello = wire.encode_hello(transfer, epoch, secret, 4096)
+    read = wire.Hello(hello[: wire.HELLO.size])
+    assert (read.epoch, read.secret, read.chunk_bytes) == (epoch, secret, 4096)
+    assert wire.decode_name(hello[wire.HELLO.size :][: read.name_bytes]) == transfer
 
 
 def test_something_else_than_a_hello_is_no_transfer():
     with pytest.raises(MoveError) as error:
-        wire.decode_hello(b"GET / HTTP/1.1\r\n".ljust(wire.HELLO.size, b" "))
+        wire.Hello(b"GET / HTTP/1.1\r\n".ljust(wire.HELLO.size, b" "))
     assert error.value.reason is MoveReason.PROTOCOL
 
 
-def test_names_and_secrets_of_a_wrong_length_are_not_sent():
+def test_names_secrets_and_chunks_of_a_wrong_size_are_not_sent():
     with pytest.raises(ValueError, match="name"):
-        wire.encode_hello("", 1, SECRET)
+        wire.encode_hello("", 1, SECRET, 1)
     with pytest.raises(ValueError, match="secret"):
-        wire.encode_hello("t", 1, b"short")
+        wire.encode_hello("t", 1, b"short", 1)
+    with pytest.raises(ValueError, match="chunk"):
+        wire.encode_hello("t", 1, SECRET, wire.MAX_CHUNK_BYTES + 1)
 
 
 @given(st.integers(0, 1000), st.integers(1, 64), st.integers(1, 20))
 def test_a_chunk_comes_apart_into_the_blocks_it_was_made_of(first, size, count):
     blocks = [bytes([index % 256]) * size for index in range(count)]
-    header, payload = wire.encode_chunk(first, blocks)
-    read = wire.ChunkHeader(header)
-    assert (read.first_block, read.blocks, read.last) == (first, count, False)
-    assert [bytes(block) for block in read.split(payload)] == blocks
+    read = wire.ChunkHeader(wire.encode_chunk(first, blocks, slot=2))
+    assert (read.first_block, read.blocks, read.slot, read.last) == (first, count, 2, False)
+    assert [bytes(block) for block in read.split(memoryview(b"".join(blocks)))] == blocks
 
 
 @given(st.integers(0, 255), st.integers(0, 7))
 def test_one_flipped_bit_is_noticed(byte, bit):
-    header, payload = wire.encode_chunk(3, [bytes(range(256))])
-    damaged = bytearray(payload)
+    header = wire.ChunkHeader(wire.encode_chunk(3, [bytes(range(256))]))
+    damaged = bytearray(range(256))
     damaged[byte] ^= 1 << bit
     with pytest.raises(MoveError) as error:
-        wire.ChunkHeader(header).split(bytes(damaged))
+        header.split(memoryview(damaged))
     assert error.value.reason is MoveReason.CHECKSUM
 
 
 def test_a_chunk_in_another_place_is_as_wrong_as_a_damaged_one():
-    header, payload = wire.encode_chunk(3, [b"block"])
-    moved = wire.CHUNK.pack(4, 1, len(payload), wire.CHUNK.unpack(header)[3])
+    checksum = wire.CHUNK.unpack(wire.encode_chunk(3, [b"block"]))[4]
+    moved = wire.ChunkHeader(wire.CHUNK.pack(4, 1, 5, 0, checksum))
     with pytest.raises(MoveError) as error:
-        wire.ChunkHeader(moved).split(payload)
+        moved.split(memoryview(b"block"))
     assert error.value.reason is MoveReason.CHECKSUM
+
+
+def test_without_checksums_nothing_is_summed_or_compared():
+    header = wire.ChunkHeader(wire.encode_chunk(0, [b"block"], checksums=False))
+    assert [bytes(block) for block in header.split(memoryview(b"other"), checksums=False)] == [b"other"]
+    with pytest.raises(MoveError):
+        header.split(memoryview(b"block"))
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(1, wire.MAX_CHUNK_BYTES + 1), (3, 2), (3, 10)])
 def test_impossible_sizes_are_refused_before_anything_is_read(blocks, size):
     with pytest.raises(MoveError) as error:
-        wire.ChunkHeader(wire.CHUNK.pack(0, blocks, size, 0))
+        wire.ChunkHeader(wire.CHUNK.pack(0, blocks, size, 0, 0))
     assert error.value.reason is MoveReason.RANGE
 
 

@@ -21,6 +21,7 @@ BytesOrZero = Annotated[int, Meta(ge=0, le=1 << 40)]
 PerMinute = Annotated[int, Meta(ge=0, le=1_000_000_000_000)]
 Milliseconds = Annotated[int, Meta(ge=1, le=7 * 24 * 3600 * 1000)]
 MillisecondsOrZero = Annotated[int, Meta(ge=0, le=7 * 24 * 3600 * 1000)]
+NumaNode = Annotated[int, Meta(ge=-1, le=1023, description="a NUMA node's number, or -1 where it is not known")]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NotNegativeFloat = Annotated[float, Meta(ge=0)]
 HexKey = Annotated[
@@ -146,13 +147,23 @@ class LinkSection(Section):
 
 
 class KvSection(Section):
-    """KV transfers. ``listen`` is where an agent's mover takes bytes (port 0: any); ``grpc`` the coordinator's door."""
+    """KV transfers. ``listen`` is where an agent's movers take bytes (port 0: any); ``grpc`` the coordinator's door.
+
+    ``movers`` are an agent's ways of carrying bytes, the preferred first; each pair of agents takes the first that both
+    have and that reaches from the one to the other. At most ``transfers_per_link`` send at once on a directed link, and
+    ``transfers_per_root`` into or out of one PCIe root complex. ``checksums`` is of chunks, and must be alike on all
+    agents.
+    """
 
     listen: str = "127.0.0.1:0"
+    movers: Annotated[tuple[Literal["shm", "nixl", "mooncake", "tcp"], ...], Meta(min_length=1)] = ("shm", "tcp")
+    checksums: bool = True
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
     grpc: str = "127.0.0.1:7451"
     lease_ms: PositiveFloat = 5000.0
     chunk_bytes: Bytes = 1024 * 1024
     transfers_per_link: Count = 4
+    transfers_per_root: Count = 8
     coordinator_silence_ms: PositiveFloat = 500.0
     links_interval_ms: PositiveFloat = 100.0
     links: dict[str, LinkSection] = field(default_factory=dict)
@@ -234,8 +245,9 @@ class EngineSection(Section):
     """One engine of a host, or ``count`` equal ones on consecutive GPUs from ``first_gpu`` on.
 
     ``kv_tokens`` 0 takes what the catalogue says fits. ``time_scale`` 2 makes a simulated engine twice as slow.
-    ``embeddings`` says that it answers ``/v1/embeddings``.
-    ``adapters`` are LoRA adapters it serves, each a ``[models.*]`` of its own whose ``base`` is ``model``.
+    ``embeddings`` says that it answers ``/v1/embeddings``. ``adapters`` are LoRA adapters it serves, each a
+    ``[models.*]`` of its own whose ``base`` is ``model``. ``root`` is a name for the PCIe root complex of its GPUs, the
+    same for all that share one, ``numa`` their NUMA node; left out, they are what ``gpus`` say of the first of them.
     """
 
     kind: Literal["simulated"]
@@ -252,6 +264,8 @@ class EngineSection(Section):
     time_scale: PositiveFloat = 1.0
     adapters: tuple[str, ...] = ()
     embeddings: bool = False
+    root: str = ""
+    numa: NumaNode = -1
 
 
 class GpuSection(Section):
@@ -265,7 +279,7 @@ class GpuSection(Section):
     pci: str = ""
     uuid: str = ""
     root: str = ""
-    numa: Annotated[int, Meta(ge=-1, le=1023)] = -1
+    numa: NumaNode = -1
     pcie_gen: Annotated[int, Meta(ge=0, le=7)] = 0
     pcie_width: Annotated[int, Meta(ge=0, le=32)] = 0
 
@@ -276,7 +290,7 @@ class NicSection(Section):
     name: str
     pci: str = ""
     root: str = ""
-    numa: Annotated[int, Meta(ge=-1, le=1023)] = -1
+    numa: NumaNode = -1
     gbit_per_s: NotNegativeFloat = 0.0
     rdma: str = ""
 
@@ -284,12 +298,14 @@ class NicSection(Section):
 class AgentSection(Section):
     """One host: its name, where it stands, how it is wired, its engines, its cards and NICs.
 
-    Without ``gpus`` and ``nics`` an agent with real engines looks for itself; given, they are believed.
+    Without ``gpus`` and ``nics`` an agent with real engines looks for itself; given, they are believed. ``fabrics`` are
+    the links it has, ``nic_numa`` the NUMA node of the NIC that KV leaves by; left out, the first of ``nics`` says it.
     """
 
     node: str = ""
     zone: str = ""
     fabrics: tuple[str, ...] = ("TCP",)
+    nic_numa: NumaNode = -1
     max_running: Count = 4096
     engines: tuple[EngineSection, ...] = ()
     gpus: tuple[GpuSection, ...] = ()

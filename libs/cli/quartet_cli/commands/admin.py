@@ -32,24 +32,31 @@ async def ask(address: str, call: "Callable[[AdminAsyncStub], Awaitable[T]]") ->
 async def door(address: str) -> "AsyncIterator[AdminAsyncStub]":
     """The admin at ``address``. What calls raise becomes a ``CommandFailed``: the admin's own words, or who is there
     instead of one; code 2 when ``address`` is no ``host:port``."""
+    async with knocked(address, "admin") as link:
+        yield AdminStub(link)
+
+
+@asynccontextmanager
+async def knocked(address: str, who: str) -> "AsyncIterator[grpc.aio.Channel]":
+    """A channel to one of our doors, ``who`` of which is expected at ``address`` (and is the option's name)."""
     found = _HOST_PORT.fullmatch(address)
     if found is None or not 0 < int(found[2]) < 1 << 16:
-        raise CommandFailed(f"--admin {address}: HOST:PORT expected", 2)
+        raise CommandFailed(f"--{who} {address}: HOST:PORT expected", 2)
     async with channel(address) as link:
         try:
-            yield AdminStub(link)
+            yield link
         except grpc.aio.AioRpcError as error:
-            raise CommandFailed(_told(address, error)) from None
+            raise CommandFailed(_told(address, who, error)) from None
 
 
-def _told(address: str, error: grpc.aio.AioRpcError) -> str:
+def _told(address: str, who: str, error: grpc.aio.AioRpcError) -> str:
     details = error.details() or error.code().name
     if reason_of(error) != Reason.REASON_UNSPECIFIED:
         return details  # only services of ours give reasons
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return f"{address} is not a Quartet admin"
+        return f"{address} is not a Quartet {who}"
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return f"no admin at {address}"
+        return f"no {who} at {address}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer from {address} in time"
     return details

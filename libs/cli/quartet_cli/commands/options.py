@@ -50,6 +50,15 @@ def add_admin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="answer as JSON")
 
 
+def add_coordinator(parser: argparse.ArgumentParser) -> None:
+    """Where the active KV coordinator is, and how to answer."""
+    address = _DEFAULTS.kv.grpc
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", default=address, help=f"the coordinator's gRPC door [{address}]"
+    )
+    parser.add_argument("--json", action="store_true", help="answer as JSON")
+
+
 def add_nats(parser: argparse.ArgumentParser) -> None:
     """Where the broker is."""
     url = _DEFAULTS.nats.url

@@ -140,6 +140,99 @@ class ListTransfersReply(_message.Message):
 Global___ListTransfersReply: _TypeAlias = ListTransfersReply  # noqa: Y015
 
 @_typing.final
+class WatchTransfersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchTransfersRequest: _TypeAlias = WatchTransfersRequest  # noqa: Y015
+
+@_typing.final
+class PlanTransferRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """workers"""
+    target: _builtins.str
+    tokens: _builtins.int
+    """of the prefix"""
+    held_tokens: _builtins.int
+    """of them, that the target has already, and need not be moved or computed"""
+    deadline_ms: _builtins.float
+    """0: none"""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        target: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        held_tokens: _builtins.int = ...,
+        deadline_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "held_tokens", b"held_tokens", "source", b"source", "target", b"target", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanTransferRequest: _TypeAlias = PlanTransferRequest  # noqa: Y015
+
+@_typing.final
+class PlanTransferReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSSIBLE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    MOVE_MS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_MS_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    possible: _builtins.bool
+    failure: _builtins.str
+    """why not: capability, layout, dead, would_miss_deadline, ..."""
+    detail: _builtins.str
+    link: _builtins.str
+    """the path it would take"""
+    kv_bytes: _builtins.int
+    move_ms: _builtins.float
+    recompute_ms: _builtins.float
+    move: _builtins.bool
+    """moving is quicker"""
+    def __init__(
+        self,
+        *,
+        possible: _builtins.bool = ...,
+        failure: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        link: _builtins.str = ...,
+        kv_bytes: _builtins.int = ...,
+        move_ms: _builtins.float = ...,
+        recompute_ms: _builtins.float = ...,
+        move: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "failure", b"failure", "kv_bytes", b"kv_bytes", "link", b"link", "move", b"move", "move_ms", b"move_ms", "possible", b"possible", "recompute_ms", b"recompute_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanTransferReply: _TypeAlias = PlanTransferReply  # noqa: Y015
+
+@_typing.final
 class ListLinksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -165,6 +258,10 @@ class Link(_message.Message):
     SETUP_MS_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    PROMISED_GB_PER_S_FIELD_NUMBER: _builtins.int
+    SLOWED_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     target: _builtins.str
     kind: _builtins.str
@@ -173,6 +270,14 @@ class Link(_message.Message):
     setup_ms: _builtins.float
     in_flight_bytes: _builtins.int
     transfers: _builtins.int
+    promised_gb_per_s: _builtins.float
+    """what its class and ends promise"""
+    slowed: _builtins.bool
+    """measured far below that"""
+    measured: _builtins.bool
+    """else the rate is the promise"""
+    waiting: _builtins.int
+    """transfers that wait for room"""
     def __init__(
         self,
         *,
@@ -183,10 +288,14 @@ class Link(_message.Message):
         setup_ms: _builtins.float = ...,
         in_flight_bytes: _builtins.int = ...,
         transfers: _builtins.int = ...,
+        promised_gb_per_s: _builtins.float = ...,
+        slowed: _builtins.bool = ...,
+        measured: _builtins.bool = ...,
+        waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gb_per_s", b"gb_per_s", "in_flight_bytes", b"in_flight_bytes", "kind", b"kind", "setup_ms", b"setup_ms", "source", b"source", "target", b"target", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gb_per_s", b"gb_per_s", "in_flight_bytes", b"in_flight_bytes", "kind", b"kind", "measured", b"measured", "promised_gb_per_s", b"promised_gb_per_s", "setup_ms", b"setup_ms", "slowed", b"slowed", "source", b"source", "target", b"target", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,16 @@ class CoordinatorStub:
                 request_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.ListTransfersRequest.SerializeToString,
                 response_deserializer=quartet__rpc_dot_v1_dot_coordinator__pb2.ListTransfersReply.FromString,
                 _registered_method=True)
+        self.WatchTransfers = channel.unary_stream(
+                '/quartet.v1.Coordinator/WatchTransfers',
+                request_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.WatchTransfersRequest.SerializeToString,
+                response_deserializer=quartet__rpc_dot_v1_dot_coordinator__pb2.Transfer.FromString,
+                _registered_method=True)
+        self.PlanTransfer = channel.unary_unary(
+                '/quartet.v1.Coordinator/PlanTransfer',
+                request_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.PlanTransferRequest.SerializeToString,
+                response_deserializer=quartet__rpc_dot_v1_dot_coordinator__pb2.PlanTransferReply.FromString,
+                _registered_method=True)
         self.ListLinks = channel.unary_unary(
                 '/quartet.v1.Coordinator/ListLinks',
                 request_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.ListLinksRequest.SerializeToString,
@@ -61,6 +71,20 @@ class CoordinatorServicer:
 
     def ListTransfers(self, request, context):
         """Transfers this coordinator knows of, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchTransfers(self, request, context):
+        """Transfers under way now, then each again whenever its state changes, until the caller hangs up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PlanTransfer(self, request, context):
+        """What moving a prefix's KV would take now, and whether computing it would be quicker. Nothing is begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +118,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ListTransfers,
                     request_deserializer=quartet__rpc_dot_v1_dot_coordinator__pb2.ListTransfersRequest.FromString,
                     response_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.ListTransfersReply.SerializeToString,
+            ),
+            'WatchTransfers': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchTransfers,
+                    request_deserializer=quartet__rpc_dot_v1_dot_coordinator__pb2.WatchTransfersRequest.FromString,
+                    response_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.Transfer.SerializeToString,
+            ),
+            'PlanTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlanTransfer,
+                    request_deserializer=quartet__rpc_dot_v1_dot_coordinator__pb2.PlanTransferRequest.FromString,
+                    response_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.PlanTransferReply.SerializeToString,
             ),
             'ListLinks': grpc.unary_unary_rpc_method_handler(
                     servicer.ListLinks,
@@ -138,6 +172,60 @@ class Coordinator:
             '/quartet.v1.Coordinator/ListTransfers',
             quartet__rpc_dot_v1_dot_coordinator__pb2.ListTransfersRequest.SerializeToString,
             quartet__rpc_dot_v1_dot_coordinator__pb2.ListTransfersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchTransfers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quartet.v1.Coordinator/WatchTransfers',
+            quartet__rpc_dot_v1_dot_coordinator__pb2.WatchTransfersRequest.SerializeToString,
+            quartet__rpc_dot_v1_dot_coordinator__pb2.Transfer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlanTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.Coordinator/PlanTransfer',
+            quartet__rpc_dot_v1_dot_coordinator__pb2.PlanTransferRequest.SerializeToString,
+            quartet__rpc_dot_v1_dot_coordinator__pb2.PlanTransferReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,10 @@ class CoordinatorStub:
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
     ListTransfers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListTransfersRequest, _coordinator_pb2.ListTransfersReply]
     """Transfers this coordinator knows of, newest first."""
+    WatchTransfers: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchTransfersRequest, _coordinator_pb2.Transfer]
+    """Transfers under way now, then each again whenever its state changes, until the caller hangs up."""
+    PlanTransfer: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PlanTransferRequest, _coordinator_pb2.PlanTransferReply]
+    """What moving a prefix's KV would take now, and whether computing it would be quicker. Nothing is begun."""
     ListLinks: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListLinksRequest, _coordinator_pb2.ListLinksReply]
     """Measured links between nodes."""
     CancelTransfer: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CancelTransferRequest, _coordinator_pb2.CancelTransferReply]
@@ -45,6 +49,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListTransfers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListTransfersRequest, _coordinator_pb2.ListTransfersReply]  # type: ignore[assignment]
     """Transfers this coordinator knows of, newest first."""
+    WatchTransfers: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchTransfersRequest, _coordinator_pb2.Transfer]  # type: ignore[assignment]
+    """Transfers under way now, then each again whenever its state changes, until the caller hangs up."""
+    PlanTransfer: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PlanTransferRequest, _coordinator_pb2.PlanTransferReply]  # type: ignore[assignment]
+    """What moving a prefix's KV would take now, and whether computing it would be quicker. Nothing is begun."""
     ListLinks: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListLinksRequest, _coordinator_pb2.ListLinksReply]  # type: ignore[assignment]
     """Measured links between nodes."""
     CancelTransfer: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CancelTransferRequest, _coordinator_pb2.CancelTransferReply]  # type: ignore[assignment]
@@ -60,6 +68,22 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListTransfersReply, _abc.Awaitable[_coordinator_pb2.ListTransfersReply]]:
         """Transfers this coordinator knows of, newest first."""
+
+    @_abc_1.abstractmethod
+    def WatchTransfers(
+        self,
+        request: _coordinator_pb2.WatchTransfersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Transfer], _abc.AsyncIterator[_coordinator_pb2.Transfer]]:
+        """Transfers under way now, then each again whenever its state changes, until the caller hangs up."""
+
+    @_abc_1.abstractmethod
+    def PlanTransfer(
+        self,
+        request: _coordinator_pb2.PlanTransferRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.PlanTransferReply, _abc.Awaitable[_coordinator_pb2.PlanTransferReply]]:
+        """What moving a prefix's KV would take now, and whether computing it would be quicker. Nothing is begun."""
 
     @_abc_1.abstractmethod
     def ListLinks(

@@ -49,6 +49,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     adapters: tuple[str, ...] = ()
     engine: str = "simulated"
     engine_version: str = ""
+    root: str = ""
     capabilities: tuple[str, ...] = (EXPORT, IMPORT, RESERVE)
 
 

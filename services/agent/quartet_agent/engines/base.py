@@ -11,6 +11,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from quartet_agent.kv.mover import Buffer
 from quartet_bus.messages import Role
 from quartet_core.openai import Inference, Refused
 
@@ -137,11 +138,16 @@ class KvPool(Protocol):
         """Tokens of a block."""
         ...
 
+    @property
+    def stands_in(self) -> bool:
+        """Whether blocks are smaller than the KV that they stand for: its link is then charged for the whole."""
+        ...
+
     def reserve(self, transfer: str, tokens: int, epoch: int) -> bool:
         """Called for RESERVE: keep room for ``tokens``; False when there is none."""
         ...
 
-    def write(self, transfer: str, epoch: int, first_block: int, blocks: Sequence[bytes | memoryview]) -> None:
+    def write(self, transfer: str, epoch: int, first_block: int, blocks: Sequence[Buffer]) -> None:
         """Called for each chunk received. Raises ``BlocksFenced`` for another epoch, place or size than reserved."""
         ...
 

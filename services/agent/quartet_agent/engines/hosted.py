@@ -82,6 +82,7 @@ def _simulated(
         revision=spec.name,
         tp=section.tp,
     )
+    card = next((gpu for gpu in config.agent.gpus if gpu.index == first_gpu), None)
     facts = WorkerFacts(
         model=section.model,
         hardware=section.hardware,
@@ -99,6 +100,8 @@ def _simulated(
         step_ms=profile.weight_read_ms * section.time_scale,
         watts_per_gpu=hardware.tdp_w,
         pcie_gen=hardware.host_link.pcie_gen,
+        root=section.root or (card.root if card else ""),
+        numa=section.numa if section.numa >= 0 or card is None else card.numa,
     )
     engine = SimulatedEngine(
         profile,

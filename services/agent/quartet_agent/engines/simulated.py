@@ -22,6 +22,7 @@ from quartet_agent.engines.base import (
     Usage,
     Work,
 )
+from quartet_agent.kv.mover import Buffer
 from quartet_bus.messages import Role
 from quartet_core.openai import Endpoint, Refused, upstream
 from quartet_sim import engine as sim
@@ -65,11 +66,16 @@ class SimulatedKv:
         """As ``KvPool.block_tokens``."""
         return self._pool.block_tokens
 
+    @property
+    def stands_in(self) -> bool:
+        """As ``KvPool.stands_in``: a token has 64 bytes here (``quartet_sim.content``)."""
+        return True
+
     def reserve(self, transfer: str, tokens: int, epoch: int) -> bool:
         """As ``KvPool.reserve``."""
         return self._pool.reserve(transfer, tokens, epoch)
 
-    def write(self, transfer: str, epoch: int, first_block: int, blocks: Sequence[bytes | memoryview]) -> None:
+    def write(self, transfer: str, epoch: int, first_block: int, blocks: Sequence[Buffer]) -> None:
         """As ``KvPool.write``."""
         try:
             for index, block in enumerate(blocks, first_block):

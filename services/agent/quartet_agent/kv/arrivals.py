@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from quartet_agent.engines.base import BlocksFenced, KvPool
-from quartet_agent.kv.mover import MoveError, MoveReason
+from quartet_agent.kv.mover import Buffer, MoveError, MoveReason
 from quartet_bus.messages import KvCommand, KvLease, KvReply
 from quartet_core.transfer_words import KvLost, State
 
@@ -47,7 +47,7 @@ class Lease:
         self.received = 0
         self.timer: TimerHandle | None = None
 
-    def take(self, first_block: int, blocks: Sequence[bytes | memoryview]) -> None:
+    def take(self, first_block: int, blocks: Sequence[Buffer]) -> None:
         """As ``Intake.take``: the next blocks, in order, and none beyond what was leased."""
         if self.state is not State.MOVING:
             raise MoveError(MoveReason.FENCED, f"lease {self.transfer} is {self.state}")

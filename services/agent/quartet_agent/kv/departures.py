@@ -5,14 +5,12 @@ once, released, cancelled, failed or expired, and frees what it keeps. Its lease
 (before, the prefill's own deadline bounds it), or from an order that came before its prefill.
 """
 
-import asyncio
 from asyncio import AbstractEventLoop, TimerHandle
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from quartet_agent.engines.base import BlocksFenced, KvPool
-from quartet_agent.kv.mover import MoveError, Mover
+from quartet_agent.engines.base import KvPool
 from quartet_bus.messages import KvCommand, KvLease, StreamId, TransferReason, TransferReport
 from quartet_core.transfer_words import KvLost, State
 
@@ -42,6 +40,20 @@ def charged_ms(kv_bytes: int, gb_per_s: float, setup_ms: float) -> float:
     return setup_ms + (kv_bytes / (gb_per_s * _BYTES_PER_MS) if gb_per_s > 0 else 0.0)
 
 
+class Sending(Protocol):
+    """A send under way."""
+
+    def cancel(self) -> object:
+        """Called when nobody wants it any more. Nothing is told of it afterwards."""
+        ...
+
+
+class Send(Protocol):
+    """Begins a send; `Departures.sent` or `Departures.unsendable` is told how it went, unless it is cancelled."""
+
+    def __call__(self, departures: "Departures", departure: "Departure", order: KvCommand) -> Sending: ...
+
+
 class Departure:
     """KV of one transfer on its sending side."""
 
@@ -59,7 +71,7 @@ class Departure:
         self.pool: KvPool | None = None
         self.pinned = False
         self.moved = False
-        self.sending: asyncio.Task[None] | None = None
+        self.sending: Sending | None = None
         self.timer: TimerHandle | None = None
 
     @property
@@ -71,26 +83,15 @@ class Departure:
 
 
 class Departures:
-    """All departures of one agent. ``report`` publishes progress, ``spawn`` runs the sends."""
+    """All departures of one agent. ``report`` publishes progress, ``send`` carries the bytes."""
 
     def __init__(
-        self,
-        loop: AbstractEventLoop,
-        now_ms: Callable[[], float],
-        mover: Mover,
-        report: Callable[[TransferReport], None],
-        spawn: Callable[[Coroutine[None, None, None], str], "asyncio.Task[None]"],
-        *,
-        lease_ms: float,
-        chunk_bytes: int,
+        self, loop: AbstractEventLoop, send: Send, report: Callable[[TransferReport], None], *, lease_ms: float
     ) -> None:
         self._loop = loop
-        self._now_ms = now_ms
-        self._mover = mover
+        self._send = send
         self._report = report
-        self._spawn = spawn
         self._lease_ms = lease_ms
-        self._chunk_bytes = chunk_bytes
         self._departures: dict[str, Departure] = {}
         self.expired = 0
         """Departures that nobody renewed or released in time."""
@@ -188,40 +189,33 @@ class Departures:
         for departure in list(self._departures.values()):
             self._end(departure, DepartureEnd.RELEASED)
 
-    def _go(self, departure: Departure) -> None:
-        if departure.pinned and departure.order is not None and departure.sending is None:
-            departure.sending = self._spawn(self._send(departure, departure.order), f"move {departure.transfer}")
+    def sent(self, departure: Departure, wire_bytes: int, took_ms: float, link: str) -> None:
+        """Everything arrived, over ``link``. A departure that ended meanwhile has said so."""
+        if self._departures.get(departure.transfer) is departure:
+            departure.sending, departure.moved = None, True
+            self._say(departure, State.MOVED, wire_bytes=wire_bytes, took_ms=took_ms, link=link)
 
-    async def _send(self, departure: Departure, order: KvCommand) -> None:
-        started_ms = self._now_ms()
-        self._say(departure, State.MOVING)
-        pool = departure.pool
-        assert pool is not None  # pinned by its owner's pool
-        try:
-            wire_bytes = await self._mover.send(
-                order.address,
-                order.secret,
-                order.transfer,
-                order.epoch,
-                pool.export(order.transfer),
-                self._chunk_bytes,
-            )
-        except (MoveError, BlocksFenced) as error:
-            if self._departures.get(departure.transfer) is departure:
-                self._say(departure, State.ABORTED, detail=str(error), took_ms=self._now_ms() - started_ms)
-                self._end(departure, DepartureEnd.FAILED)
-            return
-        # The model's KV is larger than what we send for it: the link is busy for as long as that would take.
-        charge_ms = charged_ms(order.kv_bytes, order.gb_per_s, order.setup_ms)
-        left_ms = charge_ms - (self._now_ms() - started_ms)
-        if left_ms > 0:
-            await asyncio.sleep(left_ms / 1e3)
-        departure.moved = True
-        took_ms = max(self._now_ms() - started_ms, charge_ms)  # a real loop's timers may be half a millisecond early
-        self._say(departure, State.MOVED, wire_bytes=wire_bytes, took_ms=took_ms)
+    def unsendable(self, departure: Departure, detail: str, took_ms: float) -> None:
+        """It could not be sent, or not all of it."""
+        if self._departures.get(departure.transfer) is departure:
+            departure.sending = None
+            self._say(departure, State.ABORTED, detail=detail, took_ms=took_ms)
+            self._end(departure, DepartureEnd.FAILED)
+
+    def _go(self, departure: Departure) -> None:
+        if departure.pinned and departure.order is not None and departure.sending is None and not departure.moved:
+            self._say(departure, State.MOVING)
+            departure.sending = self._send(self, departure, departure.order)
 
     def _say(
-        self, departure: Departure, state: State, *, wire_bytes: int = 0, took_ms: float = 0.0, detail: str = ""
+        self,
+        departure: Departure,
+        state: State,
+        *,
+        wire_bytes: int = 0,
+        took_ms: float = 0.0,
+        link: str = "",
+        detail: str = "",
     ) -> None:
         order = departure.order
         self._report(
@@ -238,7 +232,7 @@ class Departures:
                 kv_bytes=order.kv_bytes if order is not None else 0,
                 took_ms=took_ms,
                 predicted_ms=(charged_ms(order.kv_bytes, order.gb_per_s, order.setup_ms) if order is not None else 0.0),
-                link=order.link if order is not None else "",
+                link=link or (order.link if order is not None else ""),
                 detail=detail,
             )
         )
@@ -256,7 +250,7 @@ class Departures:
     def _end(self, departure: Departure, end: DepartureEnd) -> None:
         del self._departures[departure.transfer]
         self._stop_timer(departure)
-        if departure.sending is not None and departure.sending is not asyncio.current_task(self._loop):
+        if departure.sending is not None:
             departure.sending.cancel()
         if departure.pool is not None:
             departure.pool.release(departure.transfer)

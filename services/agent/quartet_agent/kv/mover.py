@@ -1,12 +1,13 @@
 """What a mover is: the contract of everything that carries KV blocks from one agent to another.
 
-A transfer is received under a lease that the receiving agent gave out (``quartet_agent.kv.leases``). The lease's
-secret opens it once; which blocks may be written comes from the lease alone, never from the sender.
+A transfer is received under a lease that the receiving agent gave out (``quartet_agent.kv.arrivals``). The lease's
+secret opens it once; which blocks may be written comes from the lease alone, never from the sender. Whoever makes a
+mover has it pass ``tests/contract/mover_contract.py``.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class MoveReason(StrEnum):
@@ -33,19 +34,37 @@ class MoveReason(StrEnum):
 
 
 class MoveError(Exception):
-    """A transfer did not arrive. ``reason`` says why, ``detail`` is for people."""
+    """A transfer did not arrive. ``reason`` says why, ``detail`` is for people.
 
-    def __init__(self, reason: MoveReason, detail: str = "") -> None:
+    ``opened`` is whether the lease was: if not, it can still be sent another way.
+    """
+
+    def __init__(self, reason: MoveReason, detail: str = "", *, opened: bool = True) -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
         self.reason = reason
         self.detail = detail
+        self.opened = opened
+
+
+Buffer = bytes | bytearray | memoryview
+"""A block's bytes. The memory behind a view stays as it is until the send is over."""
+
+
+class Sent(NamedTuple):
+    """What a send came to: bytes that crossed, and the link class that they really took ("": whatever is there)."""
+
+    wire_bytes: int
+    link: str = ""
 
 
 class Intake(Protocol):
     """One transfer that is being received: the open side of a lease."""
 
-    def take(self, first_block: int, blocks: Sequence[bytes | memoryview]) -> None:
-        """Called for each chunk, in order, once its checksum was found right. Raises ``MoveError``."""
+    def take(self, first_block: int, blocks: Sequence[Buffer]) -> None:
+        """Called for each chunk, in order, once its checksum was found right; the views are good for this call only.
+
+        Raises ``MoveError``.
+        """
         ...
 
     def complete(self) -> None:
@@ -69,9 +88,9 @@ class Mover(Protocol):
         ...
 
     async def send(
-        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[bytes], chunk_bytes: int
-    ) -> int:
-        """Send ``blocks`` in order, and return the bytes that crossed, once the receiver has confirmed all of them.
+        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[Buffer], chunk_bytes: int
+    ) -> Sent:
+        """Send ``blocks`` in order, and return what it came to, once the receiver has confirmed all of them.
 
         Raises ``MoveError``. Cancelling the call ends the transfer; the receiver notices, and keeps its lease.
         """
@@ -82,13 +101,13 @@ class Mover(Protocol):
         ...
 
 
-def chunks(blocks: Iterable[bytes], chunk_bytes: int) -> Iterator[tuple[int, list[bytes]]]:
+def chunks(blocks: Iterable[Buffer], chunk_bytes: int) -> Iterator[tuple[int, list[Buffer]]]:
     """(index of the first block, blocks) of each chunk: equal blocks, ``chunk_bytes`` together at most.
 
     A single block larger than that is a chunk of its own. A block of another size (a prompt's last) begins a chunk.
     """
     first = 0
-    gathered: list[bytes] = []
+    gathered: list[Buffer] = []
     size = 0
     for index, block in enumerate(blocks):
         if gathered and (size + len(block) > chunk_bytes or len(block) != len(gathered[0])):

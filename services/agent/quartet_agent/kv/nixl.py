@@ -1,0 +1,158 @@
+"""NIXL as slots: RDMA, GPUDirect, shared memory or TCP, whatever UCX finds between two agents.
+
+The optional extra ``quartet-agent[nixl]`` has the library; nothing here imports it before a mover is made. Transfers
+are one-sided writes into registered memory, as in production; polls sleep in between, since NIXL's own spin.
+"""
+
+import asyncio
+import importlib
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from quartet_agent.kv.mover import Buffer, MoveError, MoveReason
+from quartet_agent.kv.region import Region
+
+_MODULE = "nixl._api"
+_POLL_S = 0.0001
+"""Between two looks at a write: 1 MiB takes about that long through shared memory, 16 MiB a few milliseconds."""
+_POLL_MOST_S = 0.001
+_WRITE_TIMEOUT_S = 10.0
+
+_numbers = itertools.count()
+
+
+def importable() -> str | None:
+    """None when NIXL can be used here, else why not."""
+    try:
+        importlib.import_module(_MODULE)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+class _Registered(Region):
+    """Memory that NIXL knows."""
+
+    def __init__(self, agent: Any, size: int) -> None:
+        super().__init__(size)
+        self._agent = agent
+        self.registered = agent.register_memory([(self.address, size, 0, "")], "DRAM")
+
+    def close(self) -> None:
+        """Out of every peer's reach (as far as its path asks at all), and given back."""
+        self._agent.deregister_memory(self.registered)
+        super().close()
+
+
+class NixlLanding:
+    """As ``Landing``."""
+
+    def __init__(self, agent: Any, slots: int, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._region = _Registered(agent, slots * slot_bytes)
+        # of these slots alone, and how to connect: other transfers' memory is none of this sender's business
+        self._metadata: bytes = agent.get_partial_agent_metadata(self._region.registered, True, ["UCX"])
+
+    @property
+    def description(self) -> bytes:
+        """As ``Landing.description``."""
+        return self._region.address.to_bytes(8, "little") + self._metadata
+
+    def view(self, slot: int, size: int) -> memoryview:
+        """As ``Landing.view``."""
+        start = slot * self._slot_bytes
+        return self._region.view[start : start + size]
+
+    def close(self) -> None:
+        """As ``Landing.close``."""
+        self._region.close()
+
+
+class NixlReach:
+    """As ``Reach``: blocks are gathered in registered memory of our own, and written from there."""
+
+    def __init__(self, agent: Any, description: bytes, slots: int, slot_bytes: int) -> None:
+        self._agent = agent
+        self._slot_bytes = slot_bytes
+        self._there = int.from_bytes(description[:8], "little")
+        self._here = _Registered(agent, slots * slot_bytes)
+        try:
+            self._peer = agent.add_remote_agent(description[8:])
+        except Exception as error:  # the library has a class for each, and no base of its own
+            self._here.close()
+            raise OSError(f"nixl: {error}") from error
+
+    async def put(self, slot: int, blocks: Sequence[Buffer]) -> None:
+        """As ``Reach.put``."""
+        start = slot * self._slot_bytes
+        size = self._here.gather(start, blocks)
+        agent = self._agent
+        handle = agent.initialize_xfer(
+            "WRITE",
+            agent.get_xfer_descs([(self._here.address + start, size, 0)], "DRAM"),
+            agent.get_xfer_descs([(self._there + start, size, 0)], "DRAM"),
+            self._peer,
+            b"",
+        )
+        writing = asyncio.ensure_future(self._done(handle))
+        try:
+            await asyncio.shield(writing)
+        finally:
+            if not writing.done():  # we were cancelled, and the library still reads and writes
+                await asyncio.wait({writing})
+            agent.release_xfer_handle(handle)
+
+    async def _done(self, handle: Any) -> None:
+        state = self._agent.transfer(handle)
+        pause_s, waited_s = _POLL_S, 0.0
+        while state != "DONE":
+            if state == "ERR":
+                raise MoveError(MoveReason.CONNECTION, "nixl: the write failed")
+            if waited_s > _WRITE_TIMEOUT_S:
+                raise TimeoutError("nixl: the write takes too long")
+            await asyncio.sleep(pause_s)
+            waited_s += pause_s
+            pause_s = min(pause_s * 1.5, _POLL_MOST_S)
+            state = self._agent.check_xfer_state(handle)
+
+    def close(self) -> None:
+        """As ``Reach.close``."""
+        self._here.close()
+
+
+class NixlMemory:
+    """As ``SlotMemory``. Raises ``ImportError`` without the library, ``OSError`` when its backend does not start."""
+
+    kind = "nixl"
+    link = ""  # UCX chooses: a link that turns out slow is noticed by its measured rate
+
+    def __init__(self) -> None:
+        api = importlib.import_module(_MODULE)
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells standard output what it starts
+        name = f"quartet-{os.getpid()}-{next(_numbers)}-{os.urandom(4).hex()}"
+        try:
+            self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+        except Exception as error:  # as above
+            raise OSError(f"nixl: {error}") from error
+
+    def place(self) -> str:
+        """Everybody with NIXL can be reached."""
+        return ""
+
+    def land(self, slots: int, slot_bytes: int) -> NixlLanding:
+        """As ``SlotMemory.land``."""
+        try:
+            return NixlLanding(self._agent, slots, slot_bytes)
+        except (MemoryError, RuntimeError) as error:
+            raise OSError(f"nixl: {error}") from error
+
+    def reach(self, description: bytes, slots: int, slot_bytes: int) -> NixlReach:
+        """As ``SlotMemory.reach``."""
+        return NixlReach(self._agent, description, slots, slot_bytes)
+
+    def close(self) -> None:
+        """The agent goes with its last reference."""
+        self._agent = None
