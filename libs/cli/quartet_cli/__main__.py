@@ -10,7 +10,7 @@ from quartet_bus import logs
 from quartet_bus.bus import BusError
 from quartet_bus.client import InferError
 from quartet_bus.config.load import ConfigError
-from quartet_cli.commands import demo, dryrun, explain, fleet, policy, publish, ring, up, watch
+from quartet_cli.commands import demo, doctor, dryrun, explain, fleet, policy, publish, ring, up, watch
 from quartet_cli.errors import CommandFailed
 
 
@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parse, run, and exit: 0 done, 1 it failed, 2 it was asked wrongly, 128 + n ended by signal n."""
     parser = argparse.ArgumentParser(prog="quartet", description="Runs and asks a Quartet fleet.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (demo, up, fleet, policy, dryrun, explain, watch, publish, ring):
+    for command in (demo, up, fleet, doctor, policy, dryrun, explain, watch, publish, ring):
         command.add_to(commands)
     arguments = parser.parse_args(argv)
     logs.configure("error", service="quartet", instance="cli")

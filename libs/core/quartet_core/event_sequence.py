@@ -6,7 +6,7 @@ does not have them any more, or began anew, what was built from its events is wo
     at the start          ask for everything kept
     number as expected    apply
     number skipped        keep it, ask for what lies between
-    number gone by        of a replay that overlaps: drop. On the live line: the publisher began anew: reset, ask for all
+    number gone by        of a replay that overlaps: drop. Live, the publisher began anew: reset, ask for all
     replay ended          if the hole is closed, apply what was kept; if not, reset and go on from what there is
 """
 

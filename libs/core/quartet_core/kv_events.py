@@ -120,7 +120,7 @@ _KNOWN: Final = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
 
 
 def decode(payload: bytes) -> Batch:
-    """The batch in ``payload``. Raises ``MalformedEvents``; an event that says nothing to us is no error, but counted."""
+    """The batch in ``payload``; events that say nothing to us are counted. Raises ``MalformedEvents``."""
     try:
         parts = _batch.decode(payload)
         if len(parts) < 2:

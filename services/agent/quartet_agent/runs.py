@@ -88,6 +88,7 @@ class Run(ABC):
         self._ttft_ms = 0.0
         self._unread_ms = 0.0
         self._in_engine = False
+        self._parameters = b""  # what another engine says to this one, where they hand KV over by themselves
         self._timers: list[TimerHandle] = []
 
     @property
@@ -188,6 +189,9 @@ class Run(ABC):
             salt=dispatch.salt,
             transfer=transfer,
             prefix_tokens=prefix_tokens,
+            prompt_tokens=dispatch.prompt_tokens,
+            prefill_ms=dispatch.predicted_prefill_ms,
+            parameters=self._parameters,
         )
         self._in_engine = True  # an engine that raises may hold a part of the job, which is then taken back
         try:

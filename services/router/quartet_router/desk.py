@@ -17,6 +17,7 @@ from quartet_core import openai
 from quartet_core.dispatch import Half, Stage
 from quartet_core.hold import HoldQueue
 from quartet_core.openai import Refused
+from quartet_core.pairing import handshake
 from quartet_core.plan import Decision, Plan, Reason
 from quartet_core.routing import Routing
 from quartet_router import orders
@@ -340,7 +341,8 @@ class Desk:
             if giver is not None:
                 order = orders.prefill(flight, plan, target, giver, router, now_ms)
                 say(subjects.worker_prefill(giver.worker), order)
-                say(subjects.kv_plan(), orders.transfer(flight, plan, target, giver, router, now_ms))
+                if not self._shake_hands(giver, target):
+                    say(subjects.kv_plan(), orders.transfer(flight, plan, target, giver, router, now_ms))
         except PayloadTooLarge as error:
             self.fail(flight, openai.too_large(error.size_bytes, error.limit_bytes))
             return
@@ -365,6 +367,11 @@ class Desk:
         if flight.decision is not None and flight.decision.reason is Reason.TRIAL:
             patience_ms = _TRIAL_FACTOR * plan.ttft_ms + _TRIAL_MS
             self._service.later(patience_ms / 1e3, self._trial_due, flight, try_)
+
+    def _shake_hands(self, giver: Half, target: Half) -> bool:
+        """Whether these workers' engines hand KV over by themselves, so that no coordinator is to move anything."""
+        fleet = self._routing.fleet
+        return bool(handshake(fleet.at(giver.slot).facts, fleet.at(target.slot).facts))
 
     def _half(self, slot: int) -> Half:
         worker = self._routing.fleet.at(slot)

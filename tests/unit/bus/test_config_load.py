@@ -90,7 +90,7 @@ def test_the_environment_wins_over_files_and_fits_names_to_what_the_file_has(wri
         ("[router]\nhold_max_requests = 1000001", "router.hold_max_requests", 1000001, "at most 1000000"),
         ("[router]\naffinity_rows = 1", "router.affinity_rows", 1, "at least 8"),
         ("[router]\naffinity_rows = 1000", "router.affinity_rows", 1000, "must be a power of two"),
-        ('[[agent.engines]]\nkind = "x"', "agent.engines[0].kind", "x", "one of simulated"),
+        ('[[agent.engines]]\nkind = "x"', "agent.engines[0].kind", "x", "one of openai, sglang, simulated, vllm"),
     ],
 )
 def test_what_is_wrong_is_named_with_file_key_value_and_what_is_allowed(
