@@ -1,5 +1,5 @@
-"""An engine's wire, spoken by a real HTTP server and real ZMQ sockets: what vLLM 0.32, its older versions, SGLang 0.5 and
-plain OpenAI servers answer, as it was recorded or read, and the ways in which it goes wrong.
+"""An engine's wire, spoken by a real HTTP server and real ZMQ sockets: what vLLM 0.32, its older versions, SGLang 0.5
+and plain OpenAI servers answer, as it was recorded or read, and the ways in which it goes wrong.
 
 There is no model: an answer's words follow from its prompt. There is a prefix cache, of blocks, that never evicts by
 itself, whose events are published as vLLM does.
@@ -357,7 +357,7 @@ class WireEngine:
 async def until(condition, *, patience_s=20.0):
     """Wait until ``condition()`` is true."""
     async with asyncio.timeout(patience_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - no event tells it
             await asyncio.sleep(0.01)
 
 

@@ -197,8 +197,8 @@ async def test_sglang_is_told_to_abort_by_name_too():
 
 @pytest.mark.parametrize(
     ("fault", "reason", "outputs"),
-    [("reset", "engine_lost", 3), ("truncate", "engine_cut", 3), ("error", "engine_error", 3), ("503", "engine_busy", 0),
-     ("500", "engine_error", 0)],
+    [("reset", "engine_lost", 3), ("truncate", "engine_cut", 3), ("error", "engine_error", 3),
+     ("503", "engine_busy", 0), ("500", "engine_error", 0)],
 )  # fmt: skip
 async def test_what_goes_wrong_is_one_clear_failure_that_may_be_tried_elsewhere(bench, fault, reason, outputs):
     bench.engine.fault, bench.engine.token_s = fault, 0.02
@@ -280,14 +280,18 @@ async def test_an_engine_that_hangs_is_lost_after_some_probes():
 
 
 async def test_what_an_engine_says_of_itself_is_taken_over():
-    async with engines(WireEngine("vllm"), WireEngine("sglang")) as (vllm, sglang):
-        async with Bench(vllm) as first, Bench(sglang) as second:
-            await first.up()
-            await second.up()
-            life = first.adapter.life
-            assert (life.version, life.kv_tokens, life.block_tokens, life.max_context) == ("0.32.0", 65536, 32, 4096)
-            life = second.adapter.life
-            assert (life.version, life.kv_tokens, life.block_tokens) == ("0.5.23", 65536, 32)
+    async with (
+        WireEngine("vllm") as vllm,
+        WireEngine("sglang") as sglang,
+        Bench(vllm) as first,
+        Bench(sglang) as second,
+    ):
+        await first.up()
+        await second.up()
+        life = first.adapter.life
+        assert (life.version, life.kv_tokens, life.block_tokens, life.max_context) == ("0.32.0", 65536, 32, 4096)
+        life = second.adapter.life
+        assert (life.version, life.kv_tokens, life.block_tokens) == ("0.5.23", 65536, 32)
 
 
 async def test_a_server_of_another_model_does_not_come_up_and_says_why():
@@ -508,37 +512,35 @@ async def test_adapters_are_loaded_at_the_engines_start_and_at_run_time():
 
 
 async def test_kv_goes_from_engine_to_engine_by_their_own_handshake():
-    async with engines(WireEngine(), WireEngine()) as (prefill, decode):
-        async with (
-            Bench(prefill, kv_connector="NixlConnector") as first,
-            Bench(decode, kv_connector="NixlConnector") as other,
-        ):
-            await first.up()
-            await other.up()
-            done, events = await first.answer({"prompt": IDS}, role=Role.PREFILL, transfer="x")
-            assert isinstance(done, Prefilled)
-            assert len(events) == 1
-            assert len(prefill.kept) == 1
-            last, _ = await other.answer({"prompt": IDS}, role=Role.DECODE, transfer="x", parameters=done.parameters)
-            assert isinstance(last, Finished)
-            assert prefill.kept == {}
+    async with (
+        engines(WireEngine(), WireEngine()) as (prefill, decode),
+        Bench(prefill, kv_connector="NixlConnector") as first,
+        Bench(decode, kv_connector="NixlConnector") as other,
+    ):
+        await first.up()
+        await other.up()
+        done, events = await first.answer({"prompt": IDS}, role=Role.PREFILL, transfer="x")
+        assert isinstance(done, Prefilled)
+        assert len(events) == 1
+        assert len(prefill.kept) == 1
+        last, _ = await other.answer({"prompt": IDS}, role=Role.DECODE, transfer="x", parameters=done.parameters)
+        assert isinstance(last, Finished)
+        assert prefill.kept == {}
 
 
 async def test_kv_that_nobody_wants_is_freed_by_fetching_it():
-    async with engines(WireEngine(), WireEngine()) as (prefill, decode):
-        async with (
-            Bench(prefill, kv_connector="NixlConnector") as first,
-            Bench(decode, kv_connector="NixlConnector") as other,
-        ):
-            await first.up()
-            await other.up()
-            done, _ = await first.answer({"prompt": IDS}, role=Role.PREFILL, transfer="x")
-            body = json.dumps({"prompt": IDS, "stream": True, "max_tokens": 500}).encode()
-            other.adapter.discharge(
-                Work("d", "r", "chat", body, parse(body), Role.DECODE, 64, parameters=done.parameters)
-            )
-            await until(lambda: not prefill.kept)
-            assert (decode.requests[-1][2]["max_tokens"], decode.requests[-1][2]["stream"]) == (1, False)
+    async with (
+        engines(WireEngine(), WireEngine()) as (prefill, decode),
+        Bench(prefill, kv_connector="NixlConnector") as first,
+        Bench(decode, kv_connector="NixlConnector") as other,
+    ):
+        await first.up()
+        await other.up()
+        done, _ = await first.answer({"prompt": IDS}, role=Role.PREFILL, transfer="x")
+        body = json.dumps({"prompt": IDS, "stream": True, "max_tokens": 500}).encode()
+        other.adapter.discharge(Work("d", "r", "chat", body, parse(body), Role.DECODE, 64, parameters=done.parameters))
+        await until(lambda: not prefill.kept)
+        assert (decode.requests[-1][2]["max_tokens"], decode.requests[-1][2]["stream"]) == (1, False)
 
 
 async def test_an_engine_without_the_connector_says_so():
