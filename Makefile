@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 DISTRIBUTIONS := $(sort $(dir $(wildcard libs/*/pyproject.toml services/*/pyproject.toml)))
 READY := $(VENV)/.ready
+VLLM := .vllm
 ARGS ?=
 ONLY ?=
 
-.PHONY: help demo up test check bench proto clean
+.PHONY: help demo up test test-vllm check bench proto clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## the main job: a real trace over a mixed fleet, beside round-robin (ARGS="--seconds 30")
 	@$(BIN)/quartet demo $(ARGS)
@@ -21,6 +22,10 @@ up: $(READY) ## the same fleet, left running until Ctrl-C (ARGS="--ports any")
 
 test: $(READY) ## all tests (ARGS goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(READY) ## the whole way to two real vLLM servers on the CPU (2.3 GB into .vllm, once)
+	@$(PYTHON) tests/vllm/install.py $(VLLM)
+	@QUARTET_VLLM=$(VLLM) $(BIN)/python -m pytest tests/vllm -v -s $(ARGS)
 
 check: $(READY) ## lint, format, strict types, import rules, fitted profiles, the map
 	$(BIN)/ruff check .
