@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 from served_fleet import CLASSES, free_ports
 
-READY_S = 240.0
+READY_S = 360.0
 """Both servers import for a minute on a quiet machine, and longer on a busy one."""
 
 AGENT = """
