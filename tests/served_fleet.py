@@ -13,6 +13,11 @@ url = "{nats}"
 targets = ["127.0.0.1:{beats}"]
 port = {beats}
 inventory_interval_ms = 500
+beat_interval_us = 5000
+suspect_ms = 200
+dead_ms = 2000
+[router]
+dispatch_ack_ms = 5000
 [gateway]
 listen = "127.0.0.1:{gateway}"
 [kv]

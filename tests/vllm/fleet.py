@@ -12,8 +12,8 @@ from pathlib import Path
 import aiohttp
 from served_fleet import CLASSES, free_ports
 
-READY_S = 360.0
-"""Both servers import for a minute on a quiet machine, and longer on a busy one."""
+READY_S = 500.0
+"""Both servers import for a minute on a quiet machine, and for many on one that is shared."""
 
 AGENT = """
 [agent]

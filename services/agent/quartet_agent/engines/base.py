@@ -148,6 +148,9 @@ class Life(Struct, frozen=True):
     adapters: tuple[str, ...] | None = None
 
 
+_ONLY_LIFE = Life()
+
+
 class Finding(Struct, frozen=True):
     """Something an operator should know about an engine: ``code`` for machines, the rest for people."""
 
@@ -262,7 +265,7 @@ class EngineAdapter(ABC):
     @property
     def life(self) -> Life:
         """The engine's present life. An engine that runs within the agent has one."""
-        return Life()
+        return _ONLY_LIFE
 
     def on_life(self, changed: Callable[[], None]) -> None:
         """Called once, before ``start``: have ``changed`` called whenever ``life`` is another one."""

@@ -38,8 +38,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
     """An engine's way of speaking. An address is "" where there is none.
 
     ``usage``: its streams tell usage when asked to. ``salted``: it keeps prefixes apart by ``cache_salt``.
-    ``abort`` is an address that ends a request by the id in its ``rid`` field. ``generations`` are newest first;
-    ``required`` must be readable, or the worker is degraded.
+    ``abort`` is an address that ends a request by the id in its ``rid`` field. ``prefill_steps``: its steps move while
+    it reads a prompt, too. ``generations`` are newest first; ``required`` must be readable, or the worker is degraded.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     usage: bool = False
     salted: bool = False
     loads_adapters: bool = False
+    prefill_steps: bool = False
     required: tuple[Quantity, ...] = ()
     generations: tuple[Generation, ...] = ()
 
@@ -71,6 +72,7 @@ VLLM: Final = Dialect(
     usage=True,
     salted=True,
     loads_adapters=True,
+    prefill_steps=True,
     required=("running", "waiting", "kv_usage", "steps"),
     generations=(
         Generation(
@@ -119,7 +121,7 @@ SGLANG: Final = Dialect(
                 "running": Alias("sglang:num_running_reqs"),
                 "waiting": Alias("sglang:num_queue_reqs"),
                 "kv_usage": Alias("sglang:token_usage", "mean"),
-                # It counts no steps; tokens generated, and read, move whenever it does.
+                # It counts no steps; tokens generated move whenever it decodes.
                 "steps": Alias("sglang:generation_tokens_total"),
                 "queries": Alias("sglang:prompt_tokens_total"),
                 "hits": Alias("sglang:cached_tokens_total"),

@@ -20,6 +20,9 @@ _DRIFT_MAX = 5.0
 _WORTH_MS = 5.0
 """Predictions below it are not compared with what happened: it would be the network's time, not the engine's."""
 
+_READING_FACTOR, _READING_MS = 3.0, 1000.0
+"""How much longer than predicted, and then how many milliseconds more, a prompt may be read before that is a hang."""
+
 _OVERDUE = 0.05
 """Share of its prediction that is left of a prompt which takes longer than predicted."""
 
@@ -72,14 +75,17 @@ class LoadEstimate:
         self._queued[job] = None
         self._own_tokens += prompt_tokens
 
-    def first_token(self, job: str, now_ms: float) -> float:
-        """The job's prompt was read; returns for how long it had waited before, as well as that can be told."""
+    def first_token(self, job: str, now_ms: float, *, seen: bool = True) -> float:
+        """The job's prompt was read; returns for how long it had waited before, as well as that can be told.
+
+        ``seen`` is False when nobody saw the token, and it is merely taken for granted: nothing is learned of it then.
+        """
         found = self._jobs.get(job)
         if found is None or job not in self._queued:
             return 0.0
         self._pass(now_ms)
         took_ms = now_ms - max(self._head_ms, found.began_ms)
-        if next(iter(self._queued)) == job and found.prefill_ms >= _WORTH_MS:
+        if seen and next(iter(self._queued)) == job and found.prefill_ms >= _WORTH_MS:
             self._learn(took_ms / found.prefill_ms)
         del self._queued[job]
         self._head_ms = now_ms
@@ -162,10 +168,12 @@ class LoadEstimate:
         found = self._jobs.get(job)
         return found is not None and job in self._queued and now_ms - self._head_ms >= self._drift * found.prefill_ms
 
-    @property
-    def steps(self) -> float:
-        """Steps as the engine counts them, as far as they were read."""
-        return self._steps_read
+    def reads_prompt(self, now_ms: float) -> bool:
+        """Whether the engine may well be reading a prompt: there is one, and it is not overdue beyond all measure."""
+        if not self._queued:
+            return False
+        predicted_ms = self._jobs[next(iter(self._queued))].prefill_ms * max(1.0, self._drift)
+        return now_ms - self._head_ms <= _READING_FACTOR * predicted_ms + _READING_MS
 
     def _queue_ms(self, now_ms: float) -> float:
         queue_ms = self._foreign_waiting * self._mean_prefill_ms

@@ -87,7 +87,7 @@ class ServedAdapter(EngineAdapter):
         self._log = log
         self._served = section.served_model or section.model
         self._server = EngineServer(section)
-        self._watch = Watch(section, dialect, self._server, self._on_up, self._on_lost, self._on_looked)
+        self._watch = Watch(section, dialect, self._server, self._on_up, self._on_lost, self._on_looked, self._on_away)
         self._estimate = LoadEstimate(profile, section.kv_tokens or kv_tokens)
         self._traffic = TrafficCache(section.kv_tokens or kv_tokens)
         self._dropped: tuple[list[int], list[int]] = ([], [])
@@ -275,13 +275,19 @@ class ServedAdapter(EngineAdapter):
             self._emit_for(job)([Failed(job, "engine_lost", error, elsewhere=True)])
         self._changed()
 
+    def _on_away(self, why: str) -> None:
+        self._log.warning("engine not up", url=self._section.url, why=why)
+
     def _on_looked(self, reading: Reading | None) -> None:
         if reading is None:
             if not self._dialect.metrics:
                 self._estimate.moved()  # all that can be seen of it is that it answers
             return
+        moved = self._reading is None or reading.steps is None or reading.steps != self._reading.steps
         self._reading = reading
         self._estimate.read(reading)
+        if not self._dialect.prefill_steps and self._estimate.reads_prompt(self._now_ms()):
+            self._estimate.moved()
         if reading.missing != self._missing:
             self._missing = reading.missing
             if reading.missing:
@@ -292,19 +298,19 @@ class ServedAdapter(EngineAdapter):
                 )  # fmt: skip
             else:
                 self._log.info("engine metrics are whole again", url=self._section.url)
-        self._tell_first_tokens()
+        if moved:
+            self._tell_first_tokens()
 
     def _tell_first_tokens(self) -> None:
         """A job that does not stream tells no first token. When it was due and the engine moves, it is taken as told:
         its prompt is no longer work that is queued."""
         now_ms = self._now_ms()
-        if self._reading is None or self._reading.steps is None:
-            return
         for job, call in self._calls.items():
             whole = not call.work.inference.stream and call.work.role is not Role.PREFILL
             if whole and not call.told_first and self._estimate.overdue(job, now_ms):
                 call.told_first = True
-                self._emit_for(job)([FirstToken(job)])
+                queue_ms = self._estimate.first_token(job, now_ms, seen=False)
+                self._emit_for(job)([FirstToken(job, queue_ms=queue_ms)])
                 return  # one a look, since the next one's prompt begins only now
 
     # KV events
@@ -367,9 +373,10 @@ class ServedAdapter(EngineAdapter):
         """Keep the estimate in step with what is told, and add what only the estimate knows."""
         job, now_ms = call.work.job, self._now_ms()
         match event:
-            case FirstToken():
+            case FirstToken(queue_ms=queue_ms):
                 self._read_prompt(call.work)
-                return FirstToken(job, queue_ms=self._estimate.first_token(job, now_ms))
+                seen = call.work.inference.stream
+                return FirstToken(job, queue_ms=queue_ms or self._estimate.first_token(job, now_ms, seen=seen))
             case Output():
                 if call.work.inference.stream:
                     self._estimate.output(job, 1)

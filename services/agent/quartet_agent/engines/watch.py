@@ -63,7 +63,8 @@ class NotServing(Exception):
 
 
 class Watch:
-    """Probes one server for ever. ``up``, ``lost`` and ``looked`` are called from its task."""
+    """Probes one server for ever, and calls back from its task: ``up``, ``looked`` while it is, ``lost``; and ``away``
+    while it is not, whenever there is another reason for that."""
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class Watch:
         up: Callable[[Learned, Reading | None], None],
         lost: Callable[[str], None],
         looked: Callable[[Reading | None], None],
+        away: Callable[[str], None],
     ) -> None:
         self._section = section
         self._dialect = dialect
@@ -80,6 +82,7 @@ class Watch:
         self._up = up
         self._lost = lost
         self._looked = looked
+        self._tell_away = away
         self._silent = 0
         self._alive = False
         self._last: Reading | None = None
@@ -119,10 +122,12 @@ class Watch:
             self._away(str(wrong))
 
     def _away(self, why: str) -> None:
-        self.why_down = why
+        another, self.why_down = why != self.why_down, why
         if self._alive:
             self._alive = False
             self._lost(why)
+        elif another:
+            self._tell_away(why)
 
     def _is_another(self, reading: Reading | None) -> bool:
         """Whether these are another process's metrics: it began at another time, or counts from the beginning."""
