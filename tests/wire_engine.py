@@ -248,7 +248,9 @@ class WireEngine:
             usage = {"prompt_tokens": len(tokens), "completion_tokens": count, "total_tokens": len(tokens) + count,
                      "prompt_tokens_details": {"cached_tokens": cached}}  # fmt: skip
             if not body.get("stream"):
-                await asyncio.sleep(self.token_s * count)
+                for _ in range(count if self.token_s else 0):
+                    await asyncio.sleep(self.token_s)
+                    self.steps += 1
                 return web.json_response(self.whole(body, chat, words, usage, tokens))
             return await self.stream(request, body, chat, words, usage, fault)
         except asyncio.CancelledError:
@@ -259,7 +261,7 @@ class WireEngine:
 
     def refusal(self, body):
         """400 in three dialects: too long, as each engine's version words it."""
-        prompt = body.get("prompt", "")
+        prompt = body.get("prompt") or ""
         if len(prompt) <= self.max_model_len:
             return None
         message = f"This model's maximum context length is {self.max_model_len} tokens."

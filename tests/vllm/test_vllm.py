@@ -51,6 +51,12 @@ def make_model(directory: Path) -> None:
     assert made.returncode == 0, made.stderr[-2000:]
 
 
+def ended(events):
+    """Whether every worker that took a part of a request has ended it."""
+    phases = {phase: {event.worker for event in events if event.phase is phase} for phase in Phase}
+    return bool(phases[Phase.END]) and phases[Phase.END] == phases[Phase.ACCEPTED]
+
+
 class Scene:
     """Two servers, the fleet, and what its agents say of requests."""
 
@@ -65,8 +71,7 @@ class Scene:
         answer = await self.client.completions.create(
             model=model, prompt=prompt, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True}, **fields
         )
-        await self.until(lambda: any(event.phase is Phase.END for event in self.events[before:]))
-        await asyncio.sleep(0.05)
+        await self.until(lambda: ended(self.events[before:]))
         return answer, self.events[before:]
 
     async def straight(self, server, prompt, *, model="tiny", tokens=16):
@@ -93,10 +98,12 @@ class Scene:
                 await asyncio.sleep(0.1)
 
     def doctor(self):
-        """What ``quartet doctor --json`` says."""
+        """What ``quartet doctor --json`` says; nothing before an agent answers it."""
         command = [sys.executable, "-m", "quartet_cli", "doctor", "--json", "--nats", self.url]
         told = subprocess.run(command, capture_output=True, text=True, check=False)
         assert told.returncode in (0, 1), told.stderr
+        if not told.stdout:
+            return {}
         return {worker["worker"]: worker["engine"] for node in json.loads(told.stdout) for worker in node["workers"]}
 
 
@@ -126,7 +133,8 @@ async def scene(tmp_path_factory):
                 await bus.subscribe(
                     subjects.request_events().subject, lambda message: scene.events.append(decode(message.data))
                 )
-                await scene.until(lambda: all(engine["up"] for engine in scene.doctor().values()))
+                await scene.until(lambda: [engine["up"] for engine in scene.doctor().values()] == [True, True])
+                await asyncio.sleep(2.0)  # inventories and beats reach routers and gateway
                 yield scene
                 await scene.client.close()
             finally:

@@ -132,6 +132,13 @@ class AnswerRun(Run):
         if taken:
             self._received_tokens = self._ports.arrivals.hand_over(self.transfer)
 
+    def _not_taken(self, error: Refused) -> None:
+        """As ``Run._not_taken``; what only this engine cannot do, another one may."""
+        if error.status < 500:
+            super()._not_taken(error)
+        else:
+            self._turn_back(error.body.code or "engine", error.status)
+
     def _turn_back(self, reason: str, code: int = 503) -> None:
         """Give the request back to its router, which may still send it elsewhere; the client hears nothing of it."""
         self._stop_work()

@@ -201,11 +201,15 @@ class Run(ABC):
             raise
         except Refused as error:
             self._in_engine = False
-            self.fail(error, "invalid" if error.status < 500 else "engine")
+            self._not_taken(error)
             return False
         self.state = RunState.WORKING
         self._ports.started(self)
         return True
+
+    def _not_taken(self, error: Refused) -> None:
+        """Its engine does not take it: for what it is, or (5xx) for how the engine is."""
+        self.fail(error, "invalid" if error.status < 500 else "engine")
 
     def _stop_work(self) -> None:
         if self._in_engine:
