@@ -1,6 +1,7 @@
 """A whole Quartet as processes before engines behind HTTP: for tests that ask it as its users do."""
 
 import contextlib
+import random
 import socket
 import subprocess
 import sys
@@ -70,13 +71,20 @@ CLASSES = {"a": ("CPU_QUICK", 0.2, 20.0, 30.0), "b": ("CPU_SLOW", 0.1, 25.0, 40.
 """Node → its hardware class, price, and milliseconds of a step for one sequence and for eight."""
 
 
+_ports = iter(random.sample(range(20_000, 30_000), 1000))
+"""Below the range that systems give to outgoing connections: a server may bind its port minutes after it was chosen."""
+
+
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody uses just now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Ports that nobody uses just now, each given once."""
+    found: list[int] = []
+    while len(found) < count:
+        port = next(_ports)
+        with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp, contextlib.suppress(OSError):
+            tcp.bind(("127.0.0.1", port))
+            udp.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 class Quartet:

@@ -1,7 +1,6 @@
 """Why affinity works, or does not, for one engine: what is wrong, in words that say what to change. Pure."""
 
 from quartet_agent.engines.base import Diagnosis, Finding
-from quartet_agent.engines.watch import Learned
 from quartet_bus.config.schema import EngineSection, ModelSection
 from quartet_core.ladder import BLOCK_TOKENS
 
@@ -11,9 +10,7 @@ _WORTH_TOKENS = 20_000
 _SHARE = 0.2
 
 
-def find(
-    diagnosis: Diagnosis, section: EngineSection, model: ModelSection, learned: Learned, problems: list[str]
-) -> list[Finding]:
+def find(diagnosis: Diagnosis, section: EngineSection, model: ModelSection, problems: list[str]) -> list[Finding]:
     """What an operator should know, the worst first. ``problems`` are those of event subscriptions."""
     if not diagnosis.up:
         return [Finding("down", f"the engine is not up: {diagnosis.why_down}", f"is it {section.url}?")]
@@ -21,7 +18,7 @@ def find(
     if diagnosis.affinity == "events":
         found += _events(diagnosis, model)
     else:
-        found += _no_events(section, model, learned)
+        found += _no_events(section, model)
     if model.isolation and section.kind == "openai":
         found.append(
             Finding(
@@ -46,7 +43,7 @@ def _metrics(diagnosis: Diagnosis, section: EngineSection) -> list[Finding]:
     return []
 
 
-def _no_events(section: EngineSection, model: ModelSection, learned: Learned) -> list[Finding]:
+def _no_events(section: EngineSection, model: ModelSection) -> list[Finding]:
     if section.kind == "openai":
         why, remedy = "this kind of server has no KV events", "use an engine with KV events (vLLM, SGLang)"
     elif section.kv_events == "off":

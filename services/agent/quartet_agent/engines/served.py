@@ -33,18 +33,16 @@ from quartet_agent.engines.base import (
 from quartet_agent.engines.call import Call, path_of
 from quartet_agent.engines.dialect import Dialect
 from quartet_agent.engines.estimate import LoadEstimate
-from quartet_agent.engines.events import EventLine, sources_in, sources_of
+from quartet_agent.engines.events import Source, sources_in, sources_of
 from quartet_agent.engines.findings import find
+from quartet_agent.engines.prefixes import CachedPrefixes
 from quartet_agent.engines.reading import Reading
 from quartet_agent.engines.server import EngineAway, EngineServer
 from quartet_agent.engines.watch import Learned, Watch
 from quartet_bus.config.schema import EngineSection, ModelSection
 from quartet_bus.messages import Role
-from quartet_core.ladder import Sketch, sketch_text, sketch_tokens
-from quartet_core.openai import Inference, upstream
+from quartet_core.openai import upstream
 from quartet_core.profile import Profile
-from quartet_core.salt import salt_of
-from quartet_core.traffic_cache import TrafficCache
 
 _PRESSURE_PAUSE_S = 0.002
 _DISCHARGES = 4
@@ -89,10 +87,7 @@ class ServedAdapter(EngineAdapter):
         self._server = EngineServer(section)
         self._watch = Watch(section, dialect, self._server, self._on_up, self._on_lost, self._on_looked, self._on_away)
         self._estimate = LoadEstimate(profile, section.kv_tokens or kv_tokens)
-        self._traffic = TrafficCache(section.kv_tokens or kv_tokens)
-        self._dropped: tuple[list[int], list[int]] = ([], [])
-        self._lines: list[EventLine] = []
-        self._line_tasks: list[asyncio.Task[None]] = []
+        self._prefixes = CachedPrefixes(section.kv_tokens or kv_tokens, self._estimate.moved)
         self._calls: dict[str, Call] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -100,7 +95,6 @@ class ServedAdapter(EngineAdapter):
         self._listener: Listener | None = None
         self._changed: Callable[[], None] = lambda: None
         self._life = Life(number=0, up=False)
-        self._learned = Learned(())
         self._reading: Reading | None = None
         self._missing: tuple[str, ...] = ()
         self._prompts: Counter[str] = Counter()
@@ -117,7 +111,7 @@ class ServedAdapter(EngineAdapter):
     async def stop(self) -> None:
         """As ``EngineAdapter.stop``."""
         self._stopped = True
-        self._end_lines()
+        self._prefixes.end()
         tasks = [*self._tasks.values(), *self._background]
         self._tasks.clear()
         for task in tasks:
@@ -136,7 +130,7 @@ class ServedAdapter(EngineAdapter):
         model = work.model if work.model in self._section.adapters else self._served
         order = bodies.order(work, model=model, usage=dialect.usage, salted=dialect.salted, rid=bool(dialect.abort))
         call = Call(work, order, self._server, self._emit_for(work.job), self._ready)
-        self._note_prompt(work)
+        self._prompts["prompts_as_text" if work.inference.prompt_ids is None else "prompts_as_ids"] += 1
         tokens = work.prompt_tokens or work.inference.prompt_tokens
         self._estimate.began(work.job, tokens, 0.1 if work.role is Role.DECODE else work.prefill_ms, self._now_ms())
         self._calls[work.job] = call
@@ -159,11 +153,7 @@ class ServedAdapter(EngineAdapter):
 
     def drain_rungs(self) -> tuple[list[int], list[int]]:
         """As ``EngineAdapter.drain_rungs``."""
-        became, ended = self._dropped
-        self._dropped = ([], [])
-        for more, fewer in (self._traffic.drain(), *(line.mirror.drain() for line in self._lines)):
-            became, ended = became + more, ended + fewer
-        return became, ended
+        return self._prefixes.drain()
 
     @property
     def kv(self) -> KvPool | None:
@@ -212,11 +202,6 @@ class ServedAdapter(EngineAdapter):
 
     def diagnose(self) -> Diagnosis:
         """As ``EngineAdapter.diagnose``."""
-        events: Counter[str] = Counter()
-        for line in self._lines:
-            events.update(line.figures())
-        if self._lines:
-            events["block_tokens"] = max(line.mirror.block_tokens for line in self._lines)
         reading = self._reading
         if reading is not None and reading.queries is not None and reading.hits is not None:
             self._prompts["engine_looked_up_tokens"] = int(reading.queries)
@@ -229,23 +214,20 @@ class ServedAdapter(EngineAdapter):
             why_down=self._watch.why_down,
             metrics=reading.generation if reading is not None else "none",
             degraded=self._missing,
-            affinity="events" if self._lines else "traffic",
-            events=dict(events),
+            affinity="events" if self._prefixes.exact else "traffic",
+            events=self._prefixes.figures(),
             prompts=dict(self._prompts),
         )
-        problems = [line.problem for line in self._lines if line.problem]
-        diagnosis.findings = find(diagnosis, self._section, self._model, self._learned, problems)
+        diagnosis.findings = find(diagnosis, self._section, self._model, self._prefixes.problems)
         return diagnosis
 
     # What the watch tells
 
     def _on_up(self, learned: Learned, reading: Reading | None) -> None:
         section = self._section
-        self._learned = learned
         kv_tokens = section.kv_tokens or learned.kv_tokens
         if kv_tokens:
             self._estimate.kv_tokens = kv_tokens
-            self._traffic.resize(kv_tokens)
         self._estimate.restarted()
         loaded = tuple(name for name in section.adapters if name in learned.models)
         self._life = Life(
@@ -257,7 +239,7 @@ class ServedAdapter(EngineAdapter):
             adapters=loaded,
         )
         self._log.info("engine up", url=section.url, version=learned.version, models=learned.models)
-        self._begin_lines(learned)
+        self._prefixes.begin(self._sources(learned), kv_tokens)
         self._on_looked(reading)
         self._changed()
         for name in section.adapters:
@@ -267,8 +249,7 @@ class ServedAdapter(EngineAdapter):
     def _on_lost(self, why: str) -> None:
         self._log.error("engine lost", url=self._section.url, why=why)
         self._life = msgspec.structs.replace(self._life, up=False)
-        self._end_lines()
-        self._traffic.clear()
+        self._prefixes.end()
         error = upstream(f"The engine was lost: {why}.", "engine_lost")
         for job in list(self._tasks):
             self._tasks.pop(job).cancel()
@@ -313,39 +294,13 @@ class ServedAdapter(EngineAdapter):
                 self._emit_for(job)([FirstToken(job, queue_ms=queue_ms)])
                 return  # one a look, since the next one's prompt begins only now
 
-    # KV events
-
-    def _begin_lines(self, learned: Learned) -> None:
-        self._end_lines()
+    def _sources(self, learned: Learned) -> tuple[Source, ...]:
         configured = self._section.kv_events
         if configured == "off":
-            return
+            return ()
         if configured == "auto":
-            sources = sources_of(learned.events, self._section.url)
-        else:
-            sources = sources_in(configured, self._section.kv_replay)
-        loop = asyncio.get_running_loop()
-        for source in sources:
-            line = EventLine(source, self._salt_of, self._estimate.moved)
-            self._lines.append(line)
-            self._line_tasks.append(loop.create_task(line.run()))
-
-    def _end_lines(self) -> None:
-        for task in self._line_tasks:
-            task.cancel()
-        self._line_tasks.clear()
-        for line in self._lines:
-            line.mirror.clear()
-            became, ended = line.mirror.drain()
-            self._dropped = (self._dropped[0] + became, self._dropped[1] + ended)
-        self._lines.clear()
-
-    def _salt_of(self, cache_salt: str, adapter: str) -> bytes | None:
-        if cache_salt:
-            return bodies.salt_of_cache(cache_salt)
-        if not adapter:
-            return b""
-        return salt_of("", adapter, isolated=False, adapter=True)
+            return sources_of(learned.events, self._section.url)
+        return sources_in(configured, self._section.kv_replay)
 
     # Jobs
 
@@ -374,7 +329,7 @@ class ServedAdapter(EngineAdapter):
         job, now_ms = call.work.job, self._now_ms()
         match event:
             case FirstToken(queue_ms=queue_ms):
-                self._read_prompt(call.work)
+                self._prefixes.read(call.work)
                 seen = call.work.inference.stream
                 return FirstToken(job, queue_ms=queue_ms or self._estimate.first_token(job, now_ms, seen=seen))
             case Output():
@@ -386,7 +341,7 @@ class ServedAdapter(EngineAdapter):
                 self._prompts["cached_tokens_told"] += usage.cached_tokens
                 return Finished(job, msgspec.structs.replace(usage, busy_ms=self._forget(job)))
             case Prefilled(usage=usage):
-                self._read_prompt(call.work)
+                self._prefixes.read(call.work)
                 queue_ms = self._estimate.first_token(job, now_ms)
                 return msgspec.structs.replace(
                     event, usage=msgspec.structs.replace(usage, busy_ms=self._forget(job)), queue_ms=queue_ms
@@ -404,20 +359,6 @@ class ServedAdapter(EngineAdapter):
     async def _ready(self) -> None:
         while self._congested():  # noqa: ASYNC110 - the bus tells how much waits, not when less does
             await asyncio.sleep(_PRESSURE_PAUSE_S)
-
-    # Prompts
-
-    def _note_prompt(self, work: Work) -> None:
-        kind = "ids" if work.inference.prompt_ids is not None else "text"
-        self._prompts[f"prompts_as_{kind}"] += 1
-
-    def _read_prompt(self, work: Work) -> None:
-        """The engine has read a prompt: its rungs are cached, where no event will say so.
-
-        Prompts as text have rungs that no event can name, since the router hashes their text.
-        """
-        if work.inference.prompt_ids is None or not self._lines:
-            self._traffic.read(_sketch(work.inference, work.salt))
 
     # In the background
 
@@ -463,10 +404,3 @@ class ServedAdapter(EngineAdapter):
     def _set_adapters(self, adapters: tuple[str, ...]) -> None:
         self._life = msgspec.structs.replace(self._life, adapters=tuple(dict.fromkeys(adapters)))
         self._changed()
-
-
-def _sketch(inference: Inference, salt: bytes) -> Sketch:
-    """A prompt's sketch as a router makes it."""
-    if inference.prompt_ids is not None:
-        return sketch_tokens(inference.prompt_ids, salt=salt)
-    return sketch_text(inference.prompt_text, salt=salt)
