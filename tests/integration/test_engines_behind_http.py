@@ -1,6 +1,7 @@
 """Quartet as processes before engines behind HTTP, through gateway and broker: crash, restart, drain, doctor."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from wire_engine import WireEngine, engines, until
 
 from quartet_bus import subjects
 from quartet_bus.config.schema import NatsSection
-from quartet_bus.messages import ControlRequest, NodeInventory
+from quartet_bus.messages import ControlRequest, NodeInventory, Phase, RequestEvent
 from quartet_bus.nats_bus import NatsBus
 from quartet_bus.server import NatsServer
 
@@ -33,8 +34,8 @@ probe_interval_ms = 100
 """
 
 
-def agent_of(node, engine):
-    return AGENT.format(node=node, kind=engine.kind, url=engine.url, hardware=CLASSES[node][0])
+def agent_of(node, engine, more=""):
+    return AGENT.format(node=node, kind=engine.kind, url=engine.url, hardware=CLASSES[node][0]) + more
 
 
 class Scene:
@@ -42,6 +43,7 @@ class Scene:
         self.quartet, self.bus, self.url, self.servers = quartet, bus, url, servers
         self.client = openai.AsyncOpenAI(base_url=quartet.gateway, api_key="none", max_retries=0, timeout=30)
         self.inventories = {}
+        self.events = []
 
     def hear(self, message):
         inventory = msgspec.msgpack.decode(message.data, type=NodeInventory)
@@ -53,6 +55,28 @@ class Scene:
     async def ask(self, prompt="hello", **fields):
         return await self.client.completions.create(model="tiny", prompt=prompt, max_tokens=4, **fields)
 
+    def hear_event(self, message):
+        self.events.append(msgspec.msgpack.decode(message.data, type=RequestEvent))
+
+    def ends(self, name):
+        ends = [event for event in self.events if event.stream.id == name and event.phase is Phase.END]
+        return {event.worker: (event.status, event.reason) for event in ends}
+
+    async def routed(self):
+        """Until the router knows both workers to be up, and a coordinator, without which nothing is split."""
+        async with asyncio.timeout(60):
+            while True:
+                told = await self.control("router", "_all", "status")
+                if told["up"] == 2 and told["coordinator"]:
+                    return
+                await asyncio.sleep(0.1)
+
+    async def control(self, service, instance, verb):
+        answer = await self.bus.request(
+            subjects.control(service, instance, verb).subject, msgspec.msgpack.encode(ControlRequest()), timeout_s=10.0
+        )
+        return json.loads(msgspec.msgpack.decode(answer.data)["payload"])
+
     async def answered(self):
         """Until a request is answered: routers have heard of the workers."""
         async with asyncio.timeout(30):
@@ -63,10 +87,7 @@ class Scene:
                     await asyncio.sleep(0.1)
 
     async def order(self, node, verb):
-        answer = await self.bus.request(
-            subjects.control("agent", node, verb).subject, msgspec.msgpack.encode(ControlRequest()), timeout_s=5.0
-        )
-        return json.loads(msgspec.msgpack.decode(answer.data)["payload"])
+        return await self.control("agent", node, verb)
 
     async def doctor(self, *arguments):
         process = await asyncio.create_subprocess_exec(
@@ -77,30 +98,47 @@ class Scene:
         return process.returncode, out.decode()
 
 
-@pytest.fixture
-async def scene(tmp_path):
-    async with (
-        engines(
-            WireEngine("vllm", model="tiny", key="secret"), WireEngine("openai", model="tiny", key="secret")
-        ) as servers,
-        NatsServer(tmp_path) as broker,
-    ):
+@contextlib.asynccontextmanager
+async def whole(directory, servers, *, more=("", "")):
+    async with engines(*servers), NatsServer(directory) as broker:
         bus = NatsBus(NatsSection(url=broker.url), name="test")
         await bus.open()
-        quartet = Quartet(
-            tmp_path, broker.url, {node: agent_of(node, engine) for node, engine in zip("ab", servers, strict=True)}
-        )
+        agents = {node: agent_of(node, *pair) for node, *pair in zip("ab", servers, more, strict=True)}
+        quartet = Quartet(directory, broker.url, agents)
         scene = Scene(quartet, bus, broker.url, servers)
         await bus.subscribe(subjects.inventory_all().subject, scene.hear)
+        await bus.subscribe(subjects.request_events().subject, scene.hear_event)
         quartet.start()
         try:
             await until(lambda: scene.workers("a") and scene.workers("b"), patience_s=60)
+            await scene.routed()
             await scene.answered()
             yield scene
             await scene.client.close()
         finally:
             quartet.stop()
             await bus.close()
+
+
+@pytest.fixture
+async def scene(tmp_path):
+    servers = (WireEngine("vllm", model="tiny", key="secret"), WireEngine("openai", model="tiny", key="secret"))
+    async with whole(tmp_path, servers) as scene:
+        yield scene
+
+
+async def test_a_split_goes_from_engine_to_engine_and_both_halves_end_well(tmp_path):
+    servers = (WireEngine("vllm", model="tiny", key="secret"), WireEngine("vllm", model="tiny", key="secret"))
+    more = ('kv_connector = "X"\nrole = "prefill"\n', 'kv_connector = "X"\nrole = "decode"\n')
+    async with whole(tmp_path, servers, more=more) as scene:
+        for stream in (False, True):
+            name = f"split-{stream}"
+            answer = await scene.ask("hello " * 100, stream=stream, extra_headers={"x-request-id": name})
+            if stream:
+                assert len([chunk async for chunk in answer]) == 4
+            await until(lambda name=name: len(scene.ends(name)) == 2)
+            assert scene.ends(name) == {"a-0": ("ok", ""), "b-0": ("ok", "")}
+        assert servers[0].kept == {}
 
 
 async def test_crash_restart_drain_and_doctor(scene):

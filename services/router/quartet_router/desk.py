@@ -365,7 +365,9 @@ class Desk:
         # on, and we hear what comes. A router that lags must not blame its workers, and try everything three times.
         self._service.later(_ECHO_PATIENCE * self._router.dispatch_ack_ms / 1e3, self._ack_due, flight, try_)
         if flight.decision is not None and flight.decision.reason is Reason.TRIAL:
-            patience_ms = _TRIAL_FACTOR * plan.ttft_ms + _TRIAL_MS
+            # Of an answer in one piece nothing is heard before its end.
+            first_ms = plan.ttft_ms if flight.streams else plan.total_ms
+            patience_ms = _TRIAL_FACTOR * first_ms + _TRIAL_MS
             self._service.later(patience_ms / 1e3, self._trial_due, flight, try_)
 
     def _shake_hands(self, giver: Half, target: Half) -> bool:

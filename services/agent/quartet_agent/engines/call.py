@@ -25,8 +25,9 @@ class Call:
         self, work: Work, order: Order, server: EngineServer, emit: Emit, ready: Callable[[], Awaitable[None]]
     ) -> None:
         self.work = work
-        self.told_first = False
-        """Whether its first token was told; set from outside for one that does not stream."""
+        self.queue_ms = 0.0
+        """How long it was queued, where that had to be guessed before its first token was seen."""
+        self._told_first = False
         self._order = order
         self._server = server
         self._emit = emit
@@ -82,8 +83,8 @@ class Call:
             failed = failure(job, bodies.error_status(data), data)
             events.append(failed)
             return False
-        if not self.told_first:
-            self.told_first = True
+        if not self._told_first:
+            self._told_first = True
             events.append(FirstToken(job))
         if bodies.has_usage(data):
             told = bodies.told(data)
@@ -105,10 +106,8 @@ class Call:
                 error = upstream("The engine keeps no KV for others: it gave no kv_transfer_params.", "no_handshake")
                 self._emit([Failed(job, "no_handshake", error)])
             return
-        events: list[EngineEvent] = [] if self.told_first else [FirstToken(job)]
-        self.told_first = True
         self._outputs = 1
-        self._emit([*events, Output(job, data), Finished(job, self._used())])
+        self._emit([FirstToken(job), Output(job, data), Finished(job, self._used())])
 
     def _used(self) -> Usage:
         if self._usage is not None:

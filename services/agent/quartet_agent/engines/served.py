@@ -280,18 +280,16 @@ class ServedAdapter(EngineAdapter):
             else:
                 self._log.info("engine metrics are whole again", url=self._section.url)
         if moved:
-            self._tell_first_tokens()
+            self._assume_first_tokens()
 
-    def _tell_first_tokens(self) -> None:
-        """A job that does not stream tells no first token. When it was due and the engine moves, it is taken as told:
-        its prompt is no longer work that is queued."""
+    def _assume_first_tokens(self) -> None:
+        """A job that does not stream tells no first token. When it was due and the engine moves, its prompt is taken as
+        read, and is no work that is queued any more. Nobody is told: it can still be done elsewhere."""
         now_ms = self._now_ms()
         for job, call in self._calls.items():
             whole = not call.work.inference.stream and call.work.role is not Role.PREFILL
-            if whole and not call.told_first and self._estimate.overdue(job, now_ms):
-                call.told_first = True
-                queue_ms = self._estimate.first_token(job, now_ms, seen=False)
-                self._emit_for(job)([FirstToken(job, queue_ms=queue_ms)])
+            if whole and self._estimate.overdue(job, now_ms):
+                call.queue_ms = self._estimate.first_token(job, now_ms, seen=False)
                 return  # one a look, since the next one's prompt begins only now
 
     def _sources(self, learned: Learned) -> tuple[Source, ...]:
@@ -328,10 +326,10 @@ class ServedAdapter(EngineAdapter):
         """Keep the estimate in step with what is told, and add what only the estimate knows."""
         job, now_ms = call.work.job, self._now_ms()
         match event:
-            case FirstToken(queue_ms=queue_ms):
+            case FirstToken():
                 self._prefixes.read(call.work)
-                seen = call.work.inference.stream
-                return FirstToken(job, queue_ms=queue_ms or self._estimate.first_token(job, now_ms, seen=seen))
+                waited_ms = self._estimate.first_token(job, now_ms, seen=call.work.inference.stream)
+                return FirstToken(job, queue_ms=call.queue_ms or waited_ms)
             case Output():
                 if call.work.inference.stream:
                     self._estimate.output(job, 1)
