@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 DISTRIBUTIONS := $(sort $(dir $(wildcard libs/*/pyproject.toml services/*/pyproject.toml)))
 READY := $(VENV)/.ready
+VLLM := .vllm
 ARGS ?=
 ONLY ?=
 
-.PHONY: help demo up test check bench study load-test explore chaos nixl proto clean
+.PHONY: help demo up test test-vllm check bench study load-test explore chaos nixl proto clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
@@ -21,6 +22,10 @@ up: $(READY) ## the same fleet, left running until Ctrl-C (ARGS="--ports any")
 
 test: $(READY) ## all tests (ARGS goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(READY) ## the whole way to two real vLLM servers on the CPU (2.3 GB into .vllm, once)
+	@$(PYTHON) tests/vllm/install.py $(VLLM)
+	@QUARTET_VLLM=$(VLLM) $(BIN)/python -m pytest tests/vllm -v -s $(ARGS)
 
 check: $(READY) ## lint, format, strict types, import rules, fitted profiles, the map
 	$(BIN)/ruff check .

@@ -214,6 +214,14 @@ class BusContract:
         await publisher.close()
         await until(lambda: len(heard) == 100)
 
+    async def test_nothing_is_unsent_once_it_is_at_the_broker(self, connect: Buses, base: str) -> None:
+        bus = await connect()
+        for _ in range(100):
+            bus.publish(f"{base}.x", b"x" * 1000)
+        assert 0 <= bus.unsent_bytes <= 200_000
+        await bus.flush()
+        assert bus.unsent_bytes == 0
+
     async def test_closing_sends_what_is_queued(self, connect: Buses, base: str) -> None:
         publisher, subscriber = await connect(), await connect()
         heard: list[Message] = []

@@ -135,6 +135,12 @@ def _of_services(world: World, expect: Expect) -> Iterator[str]:
     ):
         if wanted is not None and sum(numbers) != wanted:
             yield f"there should be {wanted} {name}: {numbers}"
+    for what, wanted, there in (
+        ("run on engines", expect.on_engines, sum(engine.running for engine in world.engines)),
+        ("be aborted on engines", expect.aborted, sum(len(engine.aborted) for engine in world.engines)),
+    ):
+        if wanted is not None and wanted != there:
+            yield f"{wanted} requests should {what}: {there}"
     if expect.running is not None:
         numbers = _running(world)
         if sum(numbers.values()) != expect.running:

@@ -27,7 +27,9 @@ class Node(Told, kw_only=True):
     (and then waits for the script), ``mute`` (accepts, but the client hears nothing of it), ``silent`` (never a word),
     ``refuses`` (with ``reason``), ``fails`` (accepts, then its engine answers with ``status``). A played worker has not
     said a word until a step tells its state. A node that ``joins`` is announced by a step; one that is ``linked`` can
-    exchange KV. ``time_scale`` slows a real engine down; ``beside`` are roles of further workers of a real node.
+    exchange KV. ``time_scale`` slows a simulated engine down; ``beside`` are roles of further workers of a real node. A
+    real agent's ``engine`` may be a server that speaks vLLM's, SGLang's or plain OpenAI's dialect (``wire_engine``):
+    one token every ``token_ms``, none at all if it ``hangs``, its KV handed over by ``connector``.
     """
 
     name: str
@@ -48,6 +50,10 @@ class Node(Told, kw_only=True):
     ends_after_ms: float | None = None
     time_scale: float = 1.0
     beside: list[Literal["both", "prefill", "decode"]] = field(default_factory=list)
+    engine: Literal["simulated", "vllm", "sglang", "openai"] = "simulated"
+    token_ms: float = 10.0
+    hangs: bool = False
+    connector: str = ""
 
 
 class Arrive(Told, kw_only=True):
@@ -138,7 +144,8 @@ class Expect(Told, kw_only=True):
       what an SSE stream ``ends_with``, when all are over (``within_ms``), when first tokens come (``first_token_ms``,
       ``slowest_first_token_ms``).
     - What routers thought: how many prompt tokens the worker was ``believed_cached``, and its engine ``really_cached``.
-    - What is left: ``held`` now, ``ledger`` entries and ``flights`` of all routers, requests ``running`` on agents, the
+    - What is left: ``held`` now, ``ledger`` entries and ``flights`` of all routers, requests ``running`` on agents and
+      ``on_engines`` (servers), how many of these saw a client go (``aborted``), the
       ``batch`` a worker is believed to run, ``metrics`` (a number, or ``"> number"``), who is ``ready``, the size of
       the affinity table.
     - What became of KV transfers, of a real fleet: how many were done ``moved_over`` each link class, why others were
@@ -170,6 +177,8 @@ class Expect(Told, kw_only=True):
     ledger: int | None = None
     flights: int | None = None
     running: int | None = None
+    on_engines: int | None = None
+    aborted: int | None = None
     batch: dict[str, tuple[float, float]] | None = None
     cancelled_on: list[str] | None = None
     metrics: dict[str, float | str] | None = None

@@ -11,6 +11,7 @@ from scenarios.sent import Sent
 from scenarios.story import Arrive, Node, Scenario
 from scenarios.witness import Witness
 from virtual.virtual_fleet import VirtualFleet, config
+from wire_engine import WireEngine
 
 from quartet_bus.bus import Bus
 from quartet_bus.client import Client
@@ -36,6 +37,7 @@ class World:
         self.routers: list[RouterService] = []
         self.players: Players | None = None
         self.real: VirtualFleet | None = None
+        self.engines: list[WireEngine] = []
         self.gateway: GatewayService | None = None
         self.bus: Bus
         self._clients: dict[str, Client] = {}
@@ -122,13 +124,29 @@ class World:
     async def _open_real(self) -> None:
         told = self.told
         self.real = VirtualFleet(
-            1, routers=told.routers, nodes=[_agent(node) for node in told.fleet], models={**MODELS, **told.models},
-            hardware=told.hardware, router=told.router,
+            1, routers=told.routers, nodes=[await self._agent(node) for node in told.fleet],
+            models={**MODELS, **told.models}, hardware=told.hardware, router=told.router,
         )  # fmt: skip
         self._broker = self.real.broker
         await self._stack.enter_async_context(self.real)
         self.routers = [self.real.router(number) for number in range(told.routers)]
         await asyncio.sleep(1.0)  # every beat and inventory was heard once
+
+    async def _agent(self, node: Node) -> dict[str, object]:
+        engine: dict[str, object] = {
+            "kind": node.engine, "model": node.model, "hardware": node.hardware, "precision": node.precision,
+            "tp": node.tp, "count": node.count, "role": node.role, "time_scale": node.time_scale,
+            "kv_tokens": node.kv_tokens,
+        }  # fmt: skip
+        if node.engine != "simulated":
+            server = WireEngine(
+                node.engine, model=node.model, token_s=node.token_ms / 1e3, max_model_len=node.max_context
+            )
+            server.fault = "hang" if node.hangs else None
+            self.engines.append(await self._stack.enter_async_context(server))
+            engine |= {"url": server.url, "kv_connector": node.connector, "probe_interval_ms": 50}
+        beside = [{**engine, "role": role, "first_gpu": 8 + n} for n, role in enumerate(node.beside)]
+        return {"node": node.name, "fabrics": ("RDMA_ROCE", "TCP"), "engines": [engine, *beside]}
 
     async def _open_gateway(self) -> None:
         configured = Config(models=self.routers[0].config.models)
@@ -144,13 +162,3 @@ class World:
                 if not node.joins:
                     self.players.announce(node.name)
         await asyncio.sleep(0.05)
-
-
-def _agent(node: Node) -> dict[str, object]:
-    engine = {
-        "kind": "simulated", "model": node.model, "hardware": node.hardware, "precision": node.precision,
-        "tp": node.tp, "count": node.count, "role": node.role, "time_scale": node.time_scale,
-        "kv_tokens": node.kv_tokens,
-    }  # fmt: skip
-    beside = [{**engine, "role": role, "first_gpu": 8 + n} for n, role in enumerate(node.beside)]
-    return {"node": node.name, "fabrics": ("RDMA_ROCE", "TCP"), "engines": [engine, *beside]}

@@ -94,6 +94,11 @@ class Bus(Protocol):
         """Whether the broker is there right now."""
         ...
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What was published and is still in this process: who produces faster than the broker takes, should wait."""
+        ...
+
     def publish(
         self, subject: str, data: bytes, *, headers: Headers | None = None, reply: str = "", urgent: bool = False
     ) -> None:

@@ -10,15 +10,16 @@ WHERE = "configuration"
 
 
 def load(config: Config) -> Catalogue:
-    """The built-in catalogue merged with ``[hardware.*]``.
+    """The built-in catalogue merged with ``[hardware.*]`` and ``[specs.*]``.
 
     Raises ``ConfigError`` for hardware that cannot be read, and when a ``[models.*]`` names a ``spec``, a
     ``[cost.price_per_hour]`` a class, or an engine of this host a model, class or profile that does not exist.
     """
     try:
-        catalogue = builtin().merge({"hardware": config.hardware})
+        catalogue = builtin().merge({"hardware": config.hardware, "models": config.specs})
     except WrongEntry as wrong:
-        raise ConfigError(WHERE, wrong.key, wrong.reason, f"keys: {', '.join(wrong.allowed)}") from wrong
+        key = "specs." + wrong.key.removeprefix("models.") if wrong.key.startswith("models.") else wrong.key
+        raise ConfigError(WHERE, key, wrong.reason, f"keys: {', '.join(wrong.allowed)}") from wrong
     except ValueError as wrong:
         raise ConfigError(WHERE, "hardware", str(wrong), "a profile must rise with its work") from wrong
     for name, model in config.models.items():

@@ -183,6 +183,11 @@ class MemoryBus:
         return self._broker.max_payload_bytes
 
     @property
+    def unsent_bytes(self) -> int:
+        """As ``Bus.unsent_bytes``: nothing ever waits here."""
+        return 0
+
+    @property
     def connected(self) -> bool:
         """True until closed."""
         return not self._closed

@@ -72,9 +72,10 @@ class KvLayout(Struct, frozen=True):
 class WorkerInfo(Struct, frozen=True):
     """Static facts of one routable engine replica.
 
-    ``capabilities`` are any of handshake, export, import, reserve, page, embeddings. ``role`` is what operators allow
-    it to do. ``step_ms`` is the engine's step at an empty batch, for the frozen verdict. ``root`` is the PCIe root
-    complex of its GPUs and ``numa`` their NUMA node, "" and -1 where the host's configuration does not say.
+    ``capabilities`` are any of export, import, reserve, page, embeddings, and ``handshake:<connector>``. ``role`` is
+    what operators allow it to do. ``step_ms`` is the engine's step at an empty batch, for the frozen verdict. ``root``
+    is the PCIe root complex of its GPUs and ``numa`` their NUMA node, "" and -1 where the host's configuration does not
+    say.
     """
 
     id: str
@@ -459,6 +460,40 @@ class TransferPlan(Struct):
     link: str = ""
     router: str = ""
     tenant: str = ""
+
+
+class HandshakeVerb(StrEnum):
+    """What agents say to each other where engines hand KV over by themselves. The prefill's agent says the first,
+    second and last, the decode's the others."""
+
+    PARAMETERS = "parameters"
+    FAILED = "failed"
+    TAKEN = "taken"
+    REFUSED = "refused"
+    UNWANTED = "unwanted"
+
+
+class Handshake(Struct):
+    """One word about a split whose KV goes from engine to engine, on ``worker.<id>.kv``.
+
+    PARAMETERS: the prompt is computed, and ``parameters`` are for the decode's engine, unchanged. FAILED: it came to
+    nothing. TAKEN: the decode's engine has them, and fetches. REFUSED: nobody here waits for them. UNWANTED: nobody
+    will ever fetch what they name, so free it; ``body`` is the request, which that takes.
+    """
+
+    verb: HandshakeVerb
+    transfer: str
+    stream: StreamId
+    tenant: str
+    model: str
+    worker: str
+    incarnation: Count32
+    peer: str
+    peer_incarnation: Count32
+    parameters: bytes = b""
+    body: bytes = b""
+    salt: bytes = b""
+    reason: str = ""
 
 
 class KvVerb(StrEnum):

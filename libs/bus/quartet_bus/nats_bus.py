@@ -147,6 +147,11 @@ class NatsBus:
         return self._max_payload_bytes
 
     @property
+    def unsent_bytes(self) -> int:
+        """As ``Bus.unsent_bytes``."""
+        return self._waiting_bytes + (self._client.pending_data_size if self._client is not None else 0)
+
+    @property
     def connected(self) -> bool:
         """Whether there is a connection right now."""
         return self._client is not None and self._client.is_connected

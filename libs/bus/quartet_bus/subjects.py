@@ -18,6 +18,7 @@ from quartet_bus.messages import (
     FleetSnapshot,
     Forecast,
     GatewayLife,
+    Handshake,
     KvCommand,
     LedgerNote,
     LinkTable,
@@ -115,6 +116,11 @@ def worker_run(worker: str) -> Topic[Run]:
 def worker_prefill(worker: str) -> Topic[Prefill]:
     """Dispatch of a split's first half."""
     return Topic(f"{PREFIX}.worker.{token(worker)}.prefill", Prefill)
+
+
+def worker_kv(worker: str) -> Topic[Handshake]:
+    """What the other half's agent says of KV that engines hand over by themselves."""
+    return Topic(f"{PREFIX}.worker.{token(worker)}.kv", Handshake)
 
 
 def worker_cancel(worker: str) -> Topic[Cancel]:

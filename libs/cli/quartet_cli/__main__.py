@@ -13,6 +13,7 @@ from quartet_bus.config.load import ConfigError
 from quartet_cli.commands import (
     demo,
     detect,
+    doctor,
     dryrun,
     explain,
     fleet,
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="quartet", description="Runs and asks a Quartet fleet.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (
-        demo, up, fleet, telemetry, kv, policy, dryrun, explain, watch, publish, ring, detect, simulate, plan,
+        demo, up, fleet, doctor, telemetry, kv, policy, dryrun, explain, watch, publish, ring, detect, simulate, plan,
     ):  # fmt: skip
         command.add_to(commands)
     arguments = parser.parse_args(argv)

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from quartet_core.catalogue import HardwareClass
 from quartet_core.links import Place
-from quartet_core.pairing import LayoutFacts, Replica, lacking, place_of, why_not_pair
+from quartet_core.pairing import EXPORT, LayoutFacts, Replica, lacking, place_of, why_not_pair
 from quartet_core.planes import FleetPlanes
 from quartet_core.profile import Profile
 from quartet_core.sightings import Sightings
@@ -75,6 +75,11 @@ class Kind(Struct):
     plane: int = 0
     targets: int = 0
     """Bit k: kind k takes KV from this one."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether prefixes can be fetched from these workers: a handshake between engines moves whole prompts only."""
+        return EXPORT in self.facts.capabilities
 
 
 class Worker(Struct):

@@ -17,6 +17,11 @@ EXPORT, IMPORT, RESERVE = "export", "import", "reserve"
 """Capabilities that a transfer needs: ``export`` of its source, ``import`` and ``reserve`` of its target."""
 
 
+HANDSHAKE = "handshake:"
+"""Capability of an engine that hands KV to its like by itself: ``handshake:<connector>``. Two workers that name the
+same connector pair without export, import, leases and coordinator: their agents only pass on what the engines say."""
+
+
 class LayoutFacts(Protocol):
     """How KV lies in a worker's memory. ``bytes_per_token`` is over all GPUs of the worker."""
 
@@ -83,8 +88,26 @@ def why_not_pair(source: Replica, target: Replica) -> str | None:
     return why_not(source.layout, target.layout, any_tp=RESHARD in target.capabilities)
 
 
+def handshake_of(connector: str) -> str:
+    """The capability of an engine with this connector."""
+    return HANDSHAKE + connector
+
+
+def handshake(source: Replica, target: Replica) -> str:
+    """The connector by which ``source``'s engine hands KV to ``target``'s, "" when they have none in common."""
+    for capability in source.capabilities:
+        if capability.startswith(HANDSHAKE) and capability in target.capabilities:
+            return capability.removeprefix(HANDSHAKE)
+    return ""
+
+
 def lacking(source: Replica, target: Replica) -> str | None:
-    """The first capability that a transfer from ``source`` to ``target`` would need and its worker has not, or None."""
+    """The first capability that a transfer from ``source`` to ``target`` would need and its worker has not, or None.
+
+    Engines that shake hands need none: whoever moves their KV is not us.
+    """
+    if handshake(source, target):
+        return None
     if EXPORT not in source.capabilities:
         return f"source has no {EXPORT}"
     for needed in (IMPORT, RESERVE):

@@ -86,11 +86,12 @@ class AnswerRun(Run):
                     output_tokens=usage.output_tokens,
                 )
                 self._end("ok", 200)
-            case Failed(reason=reason, error=error, usage=usage):
+            case Failed(reason=reason, error=error, usage=usage, elsewhere=elsewhere):
                 self._usage = usage
                 self._in_engine = False
-                if reason == KvLost.MISMATCH and self._outputs == 0:
-                    self._turn_back(reason)  # computed anew elsewhere, it can still be answered right
+                if (elsewhere or reason == KvLost.MISMATCH) and self._outputs == 0:
+                    # Done elsewhere, it can still be answered right. What the engine did wrong counts against it.
+                    self._turn_back(reason, error.status if elsewhere else 503)
                 else:
                     self.fail(error, reason)
             case Prefilled():
@@ -129,11 +130,18 @@ class AnswerRun(Run):
         if taken:
             self._received_tokens = self._ports.arrivals.hand_over(self.transfer)
 
-    def _turn_back(self, reason: str) -> None:
+    def _not_taken(self, error: Refused) -> None:
+        """As ``Run._not_taken``; what only this engine cannot do, another one may."""
+        if error.status < 500:
+            super()._not_taken(error)
+        else:
+            self._turn_back(error.body.code or "engine", error.status)
+
+    def _turn_back(self, reason: str, code: int = 503) -> None:
         """Give the request back to its router, which may still send it elsewhere; the client hears nothing of it."""
         self._stop_work()
         self._ports.events.refuse(self._dispatch, self.worker, reason)
-        self._end("error", 503, reason)
+        self._end("error", code, reason)
 
     def _give_back(self) -> None:
         self._author.close()

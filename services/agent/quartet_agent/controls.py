@@ -7,8 +7,10 @@ from msgspec import Struct
 
 from quartet_agent.affinity import AffinityAuthor
 from quartet_agent.beats.words import WordBoard
+from quartet_agent.engines.base import Diagnosis
 from quartet_agent.inventory import InventoryAuthor
 from quartet_agent.worker import HostedWorker
+from quartet_bus.config.schema import Config
 from quartet_bus.messages import ControlReply, ControlRequest, Role
 
 _encode = msgspec.json.Encoder().encode
@@ -32,6 +34,27 @@ class WorkerStatus(Struct):
     free_kv: float
     steps: int
     busy_ms: float
+    up: bool
+
+
+class WorkerDiagnosis(Struct):
+    """One worker in the answer to ``doctor``. ``sketch`` is how its model's prompts are sketched."""
+
+    worker: str
+    incarnation: int
+    hardware: str
+    model: str
+    sketch: str
+    engine: Diagnosis
+
+
+class NodeDiagnosis(Struct):
+    """The answer to ``doctor``. ``rows`` and ``hashes`` are the shape of the affinity filter that this agent fills."""
+
+    node: str
+    rows: int
+    hashes: int
+    workers: list[WorkerDiagnosis]
 
 
 class NodeStatus(Struct):
@@ -57,12 +80,14 @@ class Controls:
         inventory: InventoryAuthor,
         affinity: Mapping[str, AffinityAuthor],
         status: Callable[[list[WorkerStatus], bool], NodeStatus],
+        config: Config,
     ) -> None:
         self._workers = workers
         self._board = board
         self._inventory = inventory
         self._affinity = affinity
         self._status = status
+        self._config = config
 
     def handlers(self) -> dict[str, Callable[[ControlRequest], ControlReply]]:
         """Verb → what it does."""
@@ -75,6 +100,7 @@ class Controls:
             "cordon": lambda request: self._cordon(request, cordoned=True),
             "uncordon": lambda request: self._cordon(request, cordoned=False),
             "role": self.role,
+            "doctor": self.doctor,
         }
 
     def inventory(self, request: ControlRequest) -> ControlReply:
@@ -98,6 +124,22 @@ class Controls:
             return self._unknown(request)
         told = [_status_of(worker) for worker in workers]
         return ControlReply(True, payload=_encode(self._status(told, all(worker.safe for worker in told))))
+
+    def doctor(self, request: ControlRequest) -> ControlReply:
+        """How each engine is seen, and why its cached prefixes are found or are not."""
+        workers = self._named(request)
+        if workers is None:
+            return self._unknown(request)
+        router, models = self._config.router, self._config.models
+        told = [
+            WorkerDiagnosis(
+                worker.id, worker.incarnation, worker.facts.hardware, worker.facts.model,
+                models[worker.facts.model].sketch, worker.adapter.diagnose(),
+            )
+            for worker in workers
+        ]  # fmt: skip
+        node = NodeDiagnosis(self._config.agent.node, router.affinity_rows, router.affinity_hashes, told)
+        return ControlReply(True, payload=_encode(node))
 
     def role(self, request: ControlRequest) -> ControlReply:
         """Set what a worker is for: ``argument`` is both, prefill or decode. Streams under way go on."""
@@ -171,4 +213,5 @@ def _status_of(worker: HostedWorker) -> WorkerStatus:
         free_kv=load.free_kv_fraction,
         steps=load.steps,
         busy_ms=load.busy_ms,
+        up=worker.up,
     )

@@ -43,7 +43,10 @@ def links_of(config: Config, catalogue: Catalogue, node: str, hardware: Iterable
 
 
 class InventoryAuthor:
-    """Announces this node. ``epoch`` counts what was announced that differs from before; the words mirror it."""
+    """Announces this node and its workers whose engines run.
+
+    ``epoch`` counts what was announced that differs from before; the words mirror it.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class InventoryAuthor:
                 node=self._node,
                 incarnation=self._incarnation,
                 epoch=self.epoch,
-                workers=tuple(worker.info() for worker in self._workers),
+                workers=tuple(worker.info() for worker in self._workers if worker.up),
                 zone=self._zone,
                 links=self._links,
                 kv_address=self.kv_address,

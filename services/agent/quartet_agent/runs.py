@@ -88,6 +88,7 @@ class Run(ABC):
         self._ttft_ms = 0.0
         self._unread_ms = 0.0
         self._in_engine = False
+        self._parameters = b""  # what another engine says to this one, where they hand KV over by themselves
         self._timers: list[TimerHandle] = []
 
     @property
@@ -188,6 +189,9 @@ class Run(ABC):
             salt=dispatch.salt,
             transfer=transfer,
             prefix_tokens=prefix_tokens,
+            prompt_tokens=dispatch.prompt_tokens,
+            prefill_ms=dispatch.predicted_prefill_ms,
+            parameters=self._parameters,
         )
         self._in_engine = True  # an engine that raises may hold a part of the job, which is then taken back
         try:
@@ -197,11 +201,15 @@ class Run(ABC):
             raise
         except Refused as error:
             self._in_engine = False
-            self.fail(error, "invalid" if error.status < 500 else "engine")
+            self._not_taken(error)
             return False
         self.state = RunState.WORKING
         self._ports.started(self)
         return True
+
+    def _not_taken(self, error: Refused) -> None:
+        """Its engine does not take it: for what it is, or (5xx) for how the engine is."""
+        self.fail(error, "invalid" if error.status < 500 else "engine")
 
     def _stop_work(self) -> None:
         if self._in_engine:

@@ -13,8 +13,10 @@ from quartet_agent.affinity import AffinityAuthor
 from quartet_agent.beats.port import BeatPort
 from quartet_agent.beats.words import WordBoard
 from quartet_agent.controls import Controls, NodeStatus, WorkerStatus
+from quartet_agent.engines.base import CannotLoad
 from quartet_agent.engines.hosted import host_workers
 from quartet_agent.events import EventAuthor
+from quartet_agent.handshakes import Handshakes
 from quartet_agent.inventory import InventoryAuthor
 from quartet_agent.kv.arrivals import Arrivals
 from quartet_agent.kv.commands import KvCommands
@@ -39,8 +41,11 @@ from quartet_bus.loop import VirtualLoop
 from quartet_bus.messages import (
     AffinityUpdate,
     Cancel,
+    Handshake,
     NodeInventory,
     Phase,
+    PrefetchCommand,
+    PrefetchVerb,
     Prefill,
     RequestEvent,
     StreamId,
@@ -53,6 +58,9 @@ from quartet_core.transfer_words import State
 
 _TICK_S = 0.05
 _AFFINITY_INTERVAL_S = 0.02
+_CONGESTED_SHARE = 8
+"""Above one part in so many of ``nats.outgoing_bytes`` waiting, engines' streams are not read on."""
+
 _STOP_SHARE = 0.8
 """Part of the stop timeout in which streams may finish; the rest is for saying goodbye."""
 
@@ -100,6 +108,9 @@ class AgentService(Service):
         self._moved = self.metrics.counter("kv_moved_bytes", "KV sent: charged to the link, on the wire.", ("kind",))
         self._sent = self.metrics.counter("kv_sent", "Transfers sent, by the link class that they took.", ("link",))
         self._fetches = FetchFigures(self.metrics)
+        self._handshakes_said = self.metrics.counter(
+            "handshakes", "Words about KV that engines hand over by themselves, and KV freed for nobody.", ("verb",)
+        )
         self._unreadable_cancels = self.metrics.counter("unreadable_cancels", "Cancels that could not be read.")
 
     async def start(self) -> None:
@@ -153,15 +164,21 @@ class AgentService(Service):
     def _assemble(self) -> None:
         config, loop = self.config, self.loop
         wall_s = loop.time if isinstance(loop, VirtualLoop) else time.time
-        hosted = host_workers(config, self._catalogue, self.instance, self.random, loop, self._now_ms, wall_s)
+        hosted = host_workers(
+            config, self._catalogue, self.instance, self.random, loop, self._now_ms, wall_s, self._congested, self.log
+        )
+        for worker in hosted:
+            worker.adapter.on_life(partial(self._on_life, worker))
         self.workers = {worker.id: worker for worker in hosted}
         if not hosted:
             self.log.warning("no engines in [agent], so this node has no workers", node=self.instance)
         self.board = WordBoard(self._beats, hosted)
         events = EventAuthor(self.board, self.incarnation, self._say_event)
+        self.handshakes = Handshakes(self.workers, self._say_handshake, self._count_handshake)
         self.streams = Streams(
-            self.workers, self.board, events, self._now_ms, self._idle.set, max_running=config.agent.max_running
-        )
+            self.workers, self.board, events, self._now_ms, self._idle.set, self.handshakes,
+            max_running=config.agent.max_running,
+        )  # fmt: skip
         self.arrivals = Arrivals(loop, self._token_bytes, self.streams.kv_committed, self.streams.kv_lost)
         self.departures = Departures(
             loop,
@@ -187,7 +204,7 @@ class AgentService(Service):
             config, self._catalogue, self.instance, self.incarnation, hosted, self._say_inventory
         )
         self.resident = ResidentSet(loop, (worker.facts.model for worker in hosted), self._resident_changed)
-        self.inventory.resident = self.resident.models
+        self.inventory.resident = self._in_memory()
         rows, hashes = config.router.affinity_rows, config.router.affinity_hashes
         self._affinity = {worker.id: AffinityAuthor(worker, rows, hashes, self._say_affinity) for worker in hosted}
         self._telemetry = self._read_host(hosted)
@@ -216,11 +233,12 @@ class AgentService(Service):
             await self.hear(subjects.worker_run(worker.id), self._on_dispatch)
             await self.hear(subjects.worker_prefill(worker.id), self._on_dispatch)
             await self.hear(subjects.worker_cancel(worker.id), partial(self.streams.cancel_on, worker))
+            await self.hear(subjects.worker_kv(worker.id), self.handshakes.hear)
         await self.hear_raw(subjects.cancel_raw(), self._on_cancel)
         commands = KvCommands(self.workers, self.arrivals, self.departures)
         await self.answer(subjects.kv_command(self.instance), commands.answer)
-        await self.hear(subjects.prefetch(self.instance), self.resident.command)
-        controls = Controls(self.workers, self.board, self.inventory, self._affinity, self._status)
+        await self.hear(subjects.prefetch(self.instance), self._on_prefetch)
+        controls = Controls(self.workers, self.board, self.inventory, self._affinity, self._status, self.config)
         await self.controls(controls.handlers())
 
     def _on_dispatch(self, dispatch: RunDispatch | Prefill) -> None:
@@ -234,6 +252,23 @@ class AgentService(Service):
             return
         cancel.tenant = subjects.text_of(message.subject, 1)  # whatever the body says: the subject is authorised
         self.streams.cancel(cancel)
+
+    def _on_prefetch(self, command: PrefetchCommand) -> None:
+        """An adapter goes to the engines that can load it, anything else to the resident set."""
+        able = [worker for worker in self.workers.values() if command.model in worker.adapter.loadable]
+        for worker in able:
+            self.spawn(self._prefetch_adapter(worker, command), f"adapter {command.model}")
+        if not able:
+            self.resident.command(command)
+
+    async def _prefetch_adapter(self, worker: HostedWorker, command: PrefetchCommand) -> None:
+        try:
+            if command.verb is PrefetchVerb.RELEASE:
+                await worker.adapter.unload_adapter(command.model)
+            else:
+                await worker.adapter.load_adapter(command.model)
+        except CannotLoad as error:
+            self.log.warning("adapter not as asked", worker=worker.id, model=command.model, why=str(error))
 
     def _tick(self) -> None:
         """Time passed: queues got shorter, and the beats may know that this loop runs."""
@@ -252,8 +287,26 @@ class AgentService(Service):
             self.say(subjects.telemetry(self.instance), told)
             self._gauges.show(told)
 
+    def _on_life(self, worker: HostedWorker) -> None:
+        """Its engine came up, was lost, or is another one: what is announced of the worker changes first, so that no
+        beat speaks of a life that nobody knows."""
+        born = worker.follow(self.random.randrange(1, 1 << 16))
+        self.inventory.resident = self._in_memory()
+        self.inventory.changed()
+        self._refresh_words()
+        if born:
+            self._affinity[worker.id].say_all()
+
+    def _congested(self) -> bool:
+        return self.bus.unsent_bytes > self.config.nats.outgoing_bytes // _CONGESTED_SHARE
+
+    def _in_memory(self) -> tuple[str, ...]:
+        """Models whose weights are here, and adapters that an engine has loaded."""
+        loaded = (name for worker in self.workers.values() for name in worker.adapter.life.adapters or ())
+        return tuple(dict.fromkeys((*self.resident.models, *loaded)))
+
     def _resident_changed(self) -> None:
-        self.inventory.resident = self.resident.models
+        self.inventory.resident = self._in_memory()
         self.inventory.changed()
         self._refresh_words()
 
@@ -275,6 +328,12 @@ class AgentService(Service):
             self._sent_bytes[report.source] = self._sent_bytes.get(report.source, 0) + report.kv_bytes
             self._moved.labels("wire").inc(report.wire_bytes)
             self._moved.labels("charged").inc(report.kv_bytes)
+
+    def _say_handshake(self, word: Handshake) -> None:
+        self.say(subjects.worker_kv(word.worker), word)
+
+    def _count_handshake(self, what: str) -> None:
+        self._handshakes_said.labels(what).inc()
 
     def _say_inventory(self, inventory: NodeInventory) -> None:
         self.say(subjects.inventory(self.instance), inventory)
@@ -355,9 +414,17 @@ class AgentService(Service):
         )
         busy = gauge("engine_busy_ms", "Time an engine was busy, since start.", ("worker",))
         steps = gauge("engine_steps", "Iterations of an engine, since start.", ("worker",))
+        up = gauge("engine_up", "1 while the engine answers.", ("worker",))
+        degraded = gauge(
+            "engine_metrics_missing",
+            "Required metrics of an engine that are missing: its state is guessed.",
+            ("worker",),
+        )
         for worker in self.workers.values():
             busy.labels(worker.id).set_function(partial(_busy_ms, worker))
             steps.labels(worker.id).set_function(partial(_steps, worker))
+            up.labels(worker.id).set_function(partial(_up, worker))
+            degraded.labels(worker.id).set_function(partial(_missing, worker))
 
 
 def _busy_ms(worker: HostedWorker) -> float:
@@ -366,3 +433,11 @@ def _busy_ms(worker: HostedWorker) -> float:
 
 def _steps(worker: HostedWorker) -> float:
     return worker.adapter.load().steps
+
+
+def _up(worker: HostedWorker) -> float:
+    return float(worker.up)
+
+
+def _missing(worker: HostedWorker) -> float:
+    return len(worker.adapter.diagnose().degraded)

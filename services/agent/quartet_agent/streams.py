@@ -10,11 +10,12 @@ from quartet_agent.cancels import CancelMemory, matches
 from quartet_agent.engines.base import EngineEvent
 from quartet_agent.events import EventAuthor
 from quartet_agent.fetches import FetchingRun
+from quartet_agent.handshakes import HandshakeAnswer, HandshakePrefill, Handshakes
 from quartet_agent.kv.arrivals import LeaseEnd
 from quartet_agent.prefills import PrefillRun
 from quartet_agent.runs import Dispatch, Run, RunPorts
 from quartet_agent.worker import HostedWorker
-from quartet_bus.messages import Cancel, Prefill, StreamId
+from quartet_bus.messages import Cancel, Prefill, Split, StreamId
 from quartet_bus.messages import Run as RunDispatch
 from quartet_core.openai import Refused
 
@@ -34,6 +35,7 @@ class Refusal(StrEnum):
     """Why a dispatch is not taken; said before anything was done for it, so that it may go elsewhere at once."""
 
     NOT_HERE = "not_here"
+    ENGINE_DOWN = "engine_down"
     FENCED = "fenced"
     MODEL_NOT_HERE = "model_not_here"
     DRAINING = "draining"
@@ -58,6 +60,7 @@ class Streams:
         events: EventAuthor,
         now_ms: Callable[[], float],
         idle: Callable[[], None],
+        handshakes: Handshakes,
         *,
         max_running: int,
     ) -> None:
@@ -66,6 +69,7 @@ class Streams:
         self._events = events
         self._now_ms = now_ms
         self._idle = idle
+        self._handshakes = handshakes
         self._max_running = max_running
         self._cancels = CancelMemory()
         self._jobs: dict[str, Run] = {}
@@ -171,6 +175,8 @@ class Streams:
             return Refusal.NOT_HERE
         if dispatch.incarnation != worker.incarnation:
             return Refusal.FENCED
+        if not worker.up:
+            return Refusal.ENGINE_DOWN
         if not worker.serves(dispatch.model):
             return Refusal.MODEL_NOT_HERE
         if worker.draining or self.stopping:
@@ -184,12 +190,14 @@ class Streams:
             return Refusal.DUPLICATE
         if isinstance(dispatch, RunDispatch) and not dispatch.inbox.startswith(_INBOX):
             return Refusal.INBOX
-        if dispatch.split is not None and worker.adapter.kv is None:
+        if dispatch.split is not None and worker.adapter.kv is None and not worker.adapter.handshake:
             return Refusal.NOT_CAPABLE
         return Refusal.FULL if self.running >= self._max_running else None
 
     def _run(self, ports: RunPorts, worker: HostedWorker, dispatch: Dispatch) -> Run | None:
         """A run of ``dispatch``; None when its transfer has another one already."""
+        if dispatch.split is not None and worker.adapter.handshake:
+            return self._half(ports, worker, dispatch, dispatch.split)
         if isinstance(dispatch, RunDispatch):
             # A worker whose engine takes part in no transfer computes what it was offered.
             fetch = dispatch.fetch if dispatch.split is None and worker.adapter.kv is not None else None
@@ -203,6 +211,15 @@ class Streams:
             self._waiting_kv[answer.transfer] = answer
             return answer
         return self._prefill(ports, worker, dispatch)
+
+    def _half(self, ports: RunPorts, worker: HostedWorker, dispatch: Dispatch, split: Split) -> Run | None:
+        """Half of a split whose KV engines hand over by themselves."""
+        run: HandshakeAnswer | HandshakePrefill
+        if isinstance(dispatch, RunDispatch):
+            run = HandshakeAnswer(ports, worker, dispatch, split, self._handshakes)
+        else:
+            run = HandshakePrefill(ports, worker, dispatch, self._handshakes)
+        return run if self._handshakes.expect(run, split.transfer) else None
 
     @staticmethod
     def _prefill(ports: RunPorts, worker: HostedWorker, dispatch: Prefill) -> PrefillRun | None:

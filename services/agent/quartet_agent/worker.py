@@ -1,6 +1,6 @@
 """One worker of this node: an engine replica, what operators said about it, and what it has been given to do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quartet_agent.engines.base import EngineAdapter
@@ -57,11 +57,40 @@ class HostedWorker:
         self.cordoned = False
         self.draining = False
         self.runs: dict[tuple[str, StreamId], Run] = {}
+        self._life = adapter.life.number
         self.unread_ms = 0.0
         """Predicted prefill of work accepted but not yet read into the engine: in the word from its acceptance on."""
         self.throttled = False
         self.congested = False
         """What telemetry says of its cards and its root complex; the engine may say so, too."""
+
+    @property
+    def up(self) -> bool:
+        """Whether its engine runs: while it does not, this node has no such worker."""
+        return self.adapter.life.up
+
+    def follow(self, incarnation: int) -> bool:
+        """Take over what the engine's present life says of itself; return whether it is a new one, whose worker is
+        ``incarnation`` from now on."""
+        life = self.adapter.life
+        facts = self.facts
+        layout = facts.layout
+        if life.block_tokens:
+            layout = KvLayout(life.block_tokens, layout.bytes_per_token, layout.precision, layout.revision, layout.tp)
+        self.facts = replace(
+            facts,
+            kv_tokens=life.kv_tokens or facts.kv_tokens,
+            max_context=life.max_context or facts.max_context,
+            layout=layout,
+            engine_version=life.version or facts.engine_version,
+            adapters=facts.adapters if life.adapters is None else life.adapters,
+        )
+        born = life.up and life.number != self._life
+        if born:
+            if self._life:
+                self.incarnation = incarnation
+            self._life = life.number
+        return born
 
     @property
     def safe(self) -> bool:
@@ -108,7 +137,7 @@ class HostedWorker:
             queue=word.queue_level(load.queued_prefill_ms + self.unread_ms),
             batch=word.batch_level(load.running),
             drift=word.drift_level(load.drift),
-            accepting=accepting and not self.draining,
+            accepting=accepting and not self.draining and self.up,
             throttled=load.throttled or self.throttled,
             congested=load.congested or self.congested,
             pressed=load.pressed or load.free_kv_fraction < _PRESSED_BELOW,

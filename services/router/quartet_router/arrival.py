@@ -70,6 +70,7 @@ class Arrivals:
             priority=headers.priority,
             session=headers.session,
             no_hold=headers.no_hold,
+            streams=inference.stream,
             salt=salt,
         )
 

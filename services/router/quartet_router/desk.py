@@ -17,6 +17,7 @@ from quartet_core import openai
 from quartet_core.dispatch import Half, Stage
 from quartet_core.hold import HoldQueue
 from quartet_core.openai import Refused
+from quartet_core.pairing import handshake
 from quartet_core.plan import Decision, Plan, Reason
 from quartet_core.routing import Routing
 from quartet_router import orders
@@ -357,8 +358,11 @@ class Desk:
             say(subjects.worker_run(target.worker), run, urgent=giver is None)
             if giver is not None:
                 order = orders.prefill(flight, plan, target, giver, router, now_ms)
-                say(subjects.worker_prefill(giver.worker), order)
-                say(subjects.kv_plan(), orders.transfer(flight, plan, target, giver, router, now_ms), urgent=True)
+                hands_over = self._shake_hands(giver, target)
+                say(subjects.worker_prefill(giver.worker), order, urgent=hands_over)
+                if not hands_over:
+                    transfer = orders.transfer(flight, plan, target, giver, router, now_ms)
+                    say(subjects.kv_plan(), transfer, urgent=True)
         except PayloadTooLarge as error:
             self.fail(flight, openai.too_large(error.size_bytes, error.limit_bytes))
             return
@@ -381,8 +385,15 @@ class Desk:
         # on, and we hear what comes. A router that lags must not blame its workers, and try everything three times.
         self._service.later(_ECHO_PATIENCE * self._router.dispatch_ack_ms / 1e3, self._ack_due, flight, try_)
         if flight.decision is not None and flight.decision.reason is Reason.TRIAL:
-            patience_ms = _TRIAL_FACTOR * plan.ttft_ms + _TRIAL_MS
+            # Of an answer in one piece nothing is heard before its end.
+            first_ms = plan.ttft_ms if flight.streams else plan.total_ms
+            patience_ms = _TRIAL_FACTOR * first_ms + _TRIAL_MS
             self._service.later(patience_ms / 1e3, self._trial_due, flight, try_)
+
+    def _shake_hands(self, giver: Half, target: Half) -> bool:
+        """Whether these workers' engines hand KV over by themselves, so that no coordinator is to move anything."""
+        fleet = self._routing.fleet
+        return bool(handshake(fleet.at(giver.slot).facts, fleet.at(target.slot).facts))
 
     def _half(self, slot: int) -> Half:
         worker = self._routing.fleet.at(slot)

@@ -20,12 +20,13 @@ class Flight:
     __slots__ = (
         "arrival", "arrived_ms", "ask", "attempt", "body", "deadline_at_ms", "decision", "dispatch", "expires_ms",
         "frames_at_ms", "held_at_ms", "id", "inbox", "lag_ms", "ledger_keys", "model", "no_hold", "priority", "salt",
-        "session", "tenant", "transfer",
+        "session", "streams", "tenant", "transfer",
     )  # fmt: skip
 
     def __init__(
         self, *, tenant: str, model: str, id: str, attempt: int, inbox: str, body: bytes, ask: Ask, max_tries: int,
         arrived_ms: float, deadline_at_ms: float, priority: int, session: str, no_hold: bool, salt: bytes,
+        streams: bool = True,
     ) -> None:  # fmt: skip
         self.tenant = tenant
         self.model = model
@@ -42,6 +43,7 @@ class Flight:
         self.session = session
         self.no_hold = no_hold
         self.salt = salt
+        self.streams = streams
         self.decision: Decision | None = None
         self.transfer = ""
         self.held_at_ms = 0.0

@@ -1,11 +1,13 @@
 import random
 
+import pytest
 from structlog.testing import CapturingLogger
 
 from quartet_agent.beats.virtual import VirtualBeats
 from quartet_agent.kv.memory import MemoryMover, MemoryNetwork
 from quartet_agent.service import AgentService
-from quartet_bus.config.schema import AgentSection, Config
+from quartet_bus.config.check import ConfigError
+from quartet_bus.config.schema import AgentSection, Config, EngineSection, ModelSection
 from quartet_bus.loop import run_virtual
 from quartet_bus.memory import MemoryBroker, MemoryBus
 
@@ -26,5 +28,35 @@ def test_an_agent_without_engines_says_so_once_and_is_a_node_without_workers():
         warnings = [call.args[0] for call in log.calls if call.method_name == "warning"]
         assert warnings == ["no engines in [agent], so this node has no workers"]
         assert agent.workers == {}
+
+    run_virtual(script())
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "says"),
+    [
+        ({"kind": "vllm"}, "url", "http://host:port"),
+        ({"kind": "vllm", "url": "http://h:1", "count": 2}, "count", "one table for each server"),
+        ({"kind": "vllm", "url": "http://h:1", "adapter_paths": {"lora": "/x"}}, "adapter_paths", "adapters"),
+        ({"kind": "sglang", "url": "http://h:1", "kv_connector": "NixlConnector"}, "kv_connector", "vllm"),
+        ({"kind": "simulated", "url": "http://h:1"}, "url", "no server"),
+        ({"kind": "simulated", "api_key": "x"}, "api_key", "no server"),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused_by_its_key(fields, key, says):
+    async def script() -> None:
+        section = EngineSection(**({"model": "chat", "hardware": "H100_SXM5"} | fields))
+        agent = AgentService(
+            MemoryBus(MemoryBroker()),
+            Config(models={"chat": ModelSection("llama-3.1-8b")}, agent=AgentSection(node="n", engines=(section,))),
+            instance="n",
+            random=random.Random(1),
+            beats=VirtualBeats(lambda _: None, 0.005),
+            mover=MemoryMover(MemoryNetwork(), "n"),
+        )
+        with pytest.raises(ConfigError, match=says) as caught:
+            await agent.start()
+        assert caught.value.key == f"agent.engines[0].{key}"
+        await agent.stop()
 
     run_virtual(script())

@@ -90,7 +90,7 @@ def test_the_environment_wins_over_files_and_fits_names_to_what_the_file_has(wri
         ("[router]\nhold_max_requests = 1000001", "router.hold_max_requests", 1000001, "at most 1000000"),
         ("[router]\naffinity_rows = 1", "router.affinity_rows", 1, "at least 8"),
         ("[router]\naffinity_rows = 1000", "router.affinity_rows", 1000, "must be a power of two"),
-        ('[[agent.engines]]\nkind = "x"', "agent.engines[0].kind", "x", "one of simulated"),
+        ('[[agent.engines]]\nkind = "x"', "agent.engines[0].kind", "x", "one of openai, sglang, simulated, vllm"),
     ],
 )
 def test_what_is_wrong_is_named_with_file_key_value_and_what_is_allowed(
@@ -163,5 +163,9 @@ def test_the_catalogue_knows_every_spec_of_the_fleet_or_says_which_it_lacks(writ
         load_catalogue(load(write('[hardware.H100_SXM5]\nmemory_gb = "much"'), {}))
     with pytest.raises(ConfigError, match=r"agent\.engines\[0\]\.model"):
         load_catalogue(load(write('[[agent.engines]]\nkind = "simulated"\nmodel = "none"\nhardware = "H100_SXM5"'), {}))
+    with pytest.raises(ConfigError, match=r"specs\.mine = "):
+        load_catalogue(load(write("[specs.mine]\nlayers = 2"), {}))
+    spec = "[specs.mine]\nlayers = 2\nkv_heads = 2\nhead_dim = 32\nmax_context = 1024\nweight_bytes = { bf16 = 1 }"
+    assert load_catalogue(load(write(spec), {})).model("mine").kv_bytes_per_token == 512
     with pytest.raises(ConfigError, match=r"cost\.price_per_hour\.H100"):
         load_catalogue(load(write("[cost.price_per_hour]\nH100 = 1"), {}))

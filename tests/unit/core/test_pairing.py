@@ -6,7 +6,7 @@ import pytest
 
 from quartet_core.catalogue import builtin
 from quartet_core.links import best_path, ceiling_gb_per_s
-from quartet_core.pairing import lacking, place_of, why_not, why_not_pair
+from quartet_core.pairing import handshake, handshake_of, lacking, place_of, why_not, why_not_pair
 
 
 class Layout(NamedTuple):
@@ -59,6 +59,14 @@ def test_a_transfer_needs_export_at_its_source_and_import_and_reserve_at_its_tar
     assert "export" in lacking(whole._replace(capabilities=("import",)), whole)
     assert "import" in lacking(whole, whole._replace(capabilities=("export", "reserve")))
     assert "reserve" in lacking(whole, whole._replace(capabilities=("import",)))
+
+
+def test_engines_with_the_same_connector_need_none_of_it():
+    nixl, other = (Replica(capabilities=(handshake_of(name),)) for name in ("NixlConnector", "OtherConnector"))
+    assert handshake(nixl, nixl) == "NixlConnector"
+    assert lacking(nixl, nixl) is None
+    assert handshake(nixl, other) == handshake(nixl, Replica()) == handshake(Replica(), Replica()) == ""
+    assert "export" in lacking(nixl, other)
 
 
 def test_the_best_fabric_that_both_nodes_announce_is_taken():

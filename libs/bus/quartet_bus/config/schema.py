@@ -242,15 +242,24 @@ class CostSection(Section):
 
 
 class EngineSection(Section):
-    """One engine of a host, or ``count`` equal ones on consecutive GPUs from ``first_gpu`` on.
+    """One engine of a host, or ``count`` equal simulated ones on consecutive GPUs from ``first_gpu`` on.
 
-    ``kv_tokens`` 0 takes what the catalogue says fits. ``time_scale`` 2 makes a simulated engine twice as slow.
-    ``embeddings`` says that it answers ``/v1/embeddings``. ``adapters`` are LoRA adapters it serves, each a
-    ``[models.*]`` of its own whose ``base`` is ``model``. ``root`` is a name for the PCIe root complex of its GPUs, the
-    same for all that share one, ``numa`` their NUMA node; left out, they are what ``gpus`` say of the first of them.
+    ``kv_tokens`` 0 takes what the engine says, or else what the catalogue says fits. ``time_scale`` 2 makes a simulated
+    engine twice as slow. ``adapters`` are LoRA adapters it serves, each a ``[models.*]`` of its own whose ``base`` is
+    ``model``. ``embeddings`` says that it answers ``/v1/embeddings``. ``root`` is a name for the PCIe root complex of
+    its GPUs, the same for all that share one, ``numa`` their NUMA node; left out, they are what ``gpus`` say of the
+    first of them.
+
+    Of a server (any kind but simulated): ``url`` is where it listens, without ``/v1``. ``served_model`` is its name for
+    the model, "" where that is ``model``. The key in ``api_key`` (or in the file) goes with every call, also probes.
+    ``kv_events`` "auto" asks the engine where it publishes them; else ZMQ endpoints separated by commas, one a
+    data-parallel rank, or "off". ``kv_connector`` names the engine's connector for prefill and decode apart; two
+    workers pair when it is the same. ``adapter_paths`` are where the engine finds adapters that are loaded at run time.
+    A server is lost when it does not answer ``probes_lost`` probes in a row, each within ``probe_timeout_ms``, or at
+    once when nobody listens; a job fails when nothing was heard of it for ``silence_ms``.
     """
 
-    kind: Literal["simulated"]
+    kind: Literal["simulated", "vllm", "sglang", "openai"]
     model: str
     hardware: str
     precision: str = "fp8"
@@ -266,6 +275,19 @@ class EngineSection(Section):
     embeddings: bool = False
     root: str = ""
     numa: NumaNode = -1
+    url: Annotated[str, Meta(pattern="^$|^https?://[^/]+$", description="http://host:port, without a path")] = ""
+    served_model: str = ""
+    api_key: str = ""
+    api_key_file: str = ""
+    kv_events: str = "auto"
+    kv_replay: str = ""
+    kv_connector: str = ""
+    adapter_paths: dict[str, str] = field(default_factory=dict)
+    connect_timeout_ms: Milliseconds = 2000
+    probe_interval_ms: Milliseconds = 500
+    probe_timeout_ms: Milliseconds = 3000
+    probes_lost: Annotated[int, Meta(ge=1, le=100)] = 3
+    silence_ms: Milliseconds = 300_000
 
 
 class GpuSection(Section):
@@ -339,12 +361,13 @@ class TelemetrySection(Section):
 
 
 class Config(Section):
-    """The whole file."""
+    """The whole file. ``hardware`` and ``specs`` change the catalogue's classes and models, or add to them."""
 
     service: ServiceSection = field(default_factory=ServiceSection)
     nats: NatsSection = field(default_factory=NatsSection)
     fleet: FleetSection = field(default_factory=FleetSection)
     hardware: dict[str, dict[str, Any]] = field(default_factory=dict)
+    specs: dict[str, dict[str, Any]] = field(default_factory=dict)
     models: dict[str, ModelSection] = field(default_factory=dict)
     router: RouterSection = field(default_factory=RouterSection)
     kv: KvSection = field(default_factory=KvSection)

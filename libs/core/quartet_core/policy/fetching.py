@@ -53,7 +53,7 @@ def best_fetch(
         deeper |= holders
         lenders += 1
         lender = view.fleet.at(spread(holders, _LENDS))
-        if not lender.kind.targets:
+        if not lender.kind.targets or not lender.kind.lends:
             continue
         fetched = depth - depth % lender.kind.layout.block_tokens
         others = candidates.whole ^ (candidates.whole & deeper)

@@ -23,7 +23,9 @@ class Work(Struct, frozen=True):
     which is used as far as it is right, and never makes the job fail. PREFILL computes the KV of the prompt's first
     ``prefix_tokens`` tokens (0: of all) as far as it is not cached, and keeps it under ``transfer``; DECODE reads it
     from the committed lease ``transfer``. ``default_max_tokens`` holds where the body sets no limit. ``salt`` isolates
-    the job's prefixes from those of other salts.
+    the job's prefixes from those of other salts. ``prompt_tokens`` and ``prefill_ms`` are what its router took the
+    prompt for and what it predicted, the cached part left out; 0: nothing. ``parameters`` are what the engine that
+    prefilled said to the one that decodes (``Prefilled``).
     """
 
     job: str
@@ -36,6 +38,9 @@ class Work(Struct, frozen=True):
     salt: bytes = b""
     transfer: str = ""
     prefix_tokens: int = 0
+    prompt_tokens: int = 0
+    prefill_ms: float = 0.0
+    parameters: bytes = b""
 
 
 class Usage(Struct, frozen=True):
@@ -75,11 +80,15 @@ class Output(Struct, frozen=True):
 
 
 class Prefilled(Struct, frozen=True):
-    """The KV of a PREFILL job is complete and kept under its transfer, until that is released."""
+    """The KV of a PREFILL job is complete and kept under its transfer, until that is released.
+
+    ``parameters``: the engine hands its KV over by a handshake of its own, and this is what the other one must be told.
+    """
 
     job: str
     usage: Usage
     queue_ms: float = 0.0
+    parameters: bytes = b""
 
 
 class Finished(Struct, frozen=True):
@@ -90,12 +99,16 @@ class Finished(Struct, frozen=True):
 
 
 class Failed(Struct, frozen=True):
-    """The job ended without being done; nothing more comes for it. ``reason`` is short and machine-readable."""
+    """The job ended without being done; nothing more comes for it. ``reason`` is short and machine-readable.
+
+    ``elsewhere``: nothing is wrong with the request, so that another worker may do it, if no output was told yet.
+    """
 
     job: str
     reason: str
     error: Refused
     usage: Usage = Usage()
+    elsewhere: bool = False
 
 
 EngineEvent = FirstToken | Output | Prefilled | Finished | Failed
@@ -119,6 +132,52 @@ class EngineLoad(Struct, frozen=True):
     congested: bool = False
     pressed: bool = False
     fault: bool = False
+
+
+class Life(Struct, frozen=True):
+    """One life of an engine, from its first answer until it is lost. ``number`` counts them.
+
+    The rest is what it told of itself, 0, "" or None where it said nothing.
+    """
+
+    number: int = 1
+    up: bool = True
+    version: str = ""
+    kv_tokens: int = 0
+    block_tokens: int = 0
+    max_context: int = 0
+    adapters: tuple[str, ...] | None = None
+
+
+_ONLY_LIFE = Life()
+
+
+class Finding(Struct, frozen=True):
+    """Something an operator should know about an engine: ``code`` for machines, the rest for people."""
+
+    code: str
+    text: str
+    remedy: str = ""
+
+
+class Diagnosis(Struct):
+    """How an engine is seen. ``affinity`` says how its cached prefixes are known: simulated, events, traffic."""
+
+    kind: str
+    up: bool
+    url: str = ""
+    version: str = ""
+    why_down: str = ""
+    metrics: str = ""
+    degraded: tuple[str, ...] = ()
+    affinity: str = "simulated"
+    events: dict[str, int] = {}
+    prompts: dict[str, int] = {}
+    findings: list[Finding] = []
+
+
+class CannotLoad(Exception):
+    """An adapter could not be loaded or unloaded; the text says why."""
 
 
 class BlocksFenced(Exception):
@@ -203,3 +262,41 @@ class EngineAdapter(ABC):
     @abstractmethod
     def kv(self) -> KvPool | None:
         """The KV memory for transfers, or None when this engine takes part in none."""
+
+    @property
+    def handshake(self) -> str:
+        """The connector by which this engine hands KV to its like, "" when it has none."""
+        return ""
+
+    @property
+    def life(self) -> Life:
+        """The engine's present life. An engine that runs within the agent has one."""
+        return _ONLY_LIFE
+
+    def on_life(self, changed: Callable[[], None]) -> None:
+        """Called once, before ``start``: have ``changed`` called whenever ``life`` is another one."""
+        return
+
+    def discharge(self, work: Work) -> None:
+        """Called when nobody wants KV that another engine keeps for this one: have it freed there, in the background.
+
+        ``work`` is the request, with the other engine's ``parameters``.
+        """
+        return
+
+    @property
+    def loadable(self) -> tuple[str, ...]:
+        """Adapters of its model that this engine loads and unloads at run time."""
+        return ()
+
+    async def load_adapter(self, name: str) -> None:
+        """Called for a prefetch command: load an adapter of this worker's model. Raises ``CannotLoad``."""
+        raise CannotLoad(f"this engine loads no adapters at run time, so not {name!r}")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Called for a prefetch command: forget an adapter. Raises ``CannotLoad``."""
+        raise CannotLoad(f"this engine unloads no adapters at run time, so not {name!r}")
+
+    def diagnose(self) -> Diagnosis:
+        """Called for operators: how this engine is seen, and what is wrong with that."""
+        return Diagnosis(kind="simulated", up=True)

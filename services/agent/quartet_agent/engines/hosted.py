@@ -4,6 +4,9 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from random import Random
 
+from quartet_agent.engines.base import EngineAdapter
+from quartet_agent.engines.dialect import DIALECTS
+from quartet_agent.engines.served import Log, ServedAdapter
 from quartet_agent.engines.simulated import SimulatedAdapter
 from quartet_agent.worker import HostedWorker, WorkerFacts
 from quartet_bus.catalogue import WHERE
@@ -13,9 +16,14 @@ from quartet_bus.messages import KvLayout, Role
 from quartet_core.catalogue import Catalogue
 from quartet_core.filters import EMBEDDINGS
 from quartet_core.heartbeat import MAX_WORKERS
+from quartet_core.pairing import EXPORT, IMPORT, RESERVE, handshake_of
+from quartet_core.profile import Profile
 from quartet_sim.engine import SimulatedEngine
 
-_CAPABILITIES = ("export", "import", "reserve")
+_CAPABILITIES = (EXPORT, IMPORT, RESERVE)
+
+_SERVERS_ONLY = ("url", "served_model", "api_key", "api_key_file", "kv_replay", "kv_connector", "adapter_paths")
+"""Keys that mean nothing to a simulated engine."""
 
 
 def host_workers(
@@ -26,6 +34,8 @@ def host_workers(
     loop: AbstractEventLoop,
     now_ms: Callable[[], float],
     wall_s: Callable[[], float],
+    congested: Callable[[], bool],
+    log: Log,
 ) -> list[HostedWorker]:
     """The workers of ``[agent]``, ordinals in the order of the file; ``catalogue`` was loaded for this ``config``.
 
@@ -38,26 +48,42 @@ def host_workers(
             if len(workers) == MAX_WORKERS:
                 raise ConfigError(WHERE, f"{key}.count", section.count, f"a node has at most {MAX_WORKERS} workers")
             first_gpu = section.first_gpu + replica * section.tp
-            facts, engine = _simulated(config, catalogue, section, key, first_gpu)
-            workers.append(
-                HostedWorker(
-                    node,
-                    len(workers),
-                    random.randrange(1, 1 << 16),
-                    facts,
-                    SimulatedAdapter(engine, loop, now_ms, wall_s),
-                    Role(section.role),
-                )
-            )
+            facts = _facts(config, catalogue, section, key, first_gpu)
+            adapter: EngineAdapter
+            if section.kind == "simulated":
+                adapter = SimulatedAdapter(_simulated(config, catalogue, section, key, facts), loop, now_ms, wall_s)
+            else:
+                _check_server(section, key)
+                adapter = ServedAdapter(
+                    section, config.models[section.model], DIALECTS[section.kind],
+                    _profile(config, catalogue, section), facts.kv_tokens, now_ms, congested, log,
+                )  # fmt: skip
+            incarnation = random.randrange(1, 1 << 16)
+            workers.append(HostedWorker(node, len(workers), incarnation, facts, adapter, Role(section.role)))
     return workers
 
 
-def _simulated(
-    config: Config, catalogue: Catalogue, section: EngineSection, key: str, first_gpu: int
-) -> tuple[WorkerFacts, SimulatedEngine]:
+def _check_server(section: EngineSection, key: str) -> None:
+    if not section.url:
+        raise ConfigError(WHERE, f"{key}.url", section.url, f"an engine of kind {section.kind} is at http://host:port")
+    if section.count != 1:
+        raise ConfigError(WHERE, f"{key}.count", section.count, "must be 1: one table for each server")
+    for name in section.adapter_paths:
+        if name not in section.adapters:
+            raise ConfigError(WHERE, f"{key}.adapter_paths", name, f"must be one of adapters: {section.adapters}")
+    if section.kv_connector and section.kind != "vllm":
+        raise ConfigError(WHERE, f"{key}.kv_connector", section.kv_connector, "only engines of kind vllm have one")
+
+
+def _profile(config: Config, catalogue: Catalogue, section: EngineSection) -> Profile:
+    spec = config.models[section.model].spec
+    return catalogue.profile(section.hardware, spec, section.precision, section.tp)
+
+
+def _facts(config: Config, catalogue: Catalogue, section: EngineSection, key: str, first_gpu: int) -> WorkerFacts:
     spec = catalogue.model(config.models[section.model].spec)
     hardware = catalogue.hardware_class(section.hardware)
-    profile = catalogue.profile(section.hardware, spec.name, section.precision, section.tp)
+    profile = _profile(config, catalogue, section)
     kv_tokens = section.kv_tokens or catalogue.kv_capacity_tokens(
         section.hardware, spec.name, section.precision, section.tp
     )
@@ -71,10 +97,6 @@ def _simulated(
             raise ConfigError(
                 WHERE, f"{key}.adapters", adapter, f"must be a [models.{adapter}] with base = {section.model!r}"
             )
-    if section.max_batch > section.chunk_tokens:
-        raise ConfigError(
-            WHERE, f"{key}.max_batch", section.max_batch, f"must be at most chunk_tokens, {section.chunk_tokens}"
-        )
     layout = KvLayout(
         block_tokens=spec.block_tokens,
         bytes_per_token=spec.kv_bytes_per_token,
@@ -83,7 +105,7 @@ def _simulated(
         tp=section.tp,
     )
     card = next((gpu for gpu in config.agent.gpus if gpu.index == first_gpu), None)
-    facts = WorkerFacts(
+    return WorkerFacts(
         model=section.model,
         hardware=section.hardware,
         precision=section.precision,
@@ -95,7 +117,7 @@ def _simulated(
         chunk_tokens=section.chunk_tokens,
         layout=layout,
         engine=section.kind,
-        capabilities=(*_CAPABILITIES, EMBEDDINGS) if section.embeddings else _CAPABILITIES,
+        capabilities=_capabilities(section),
         adapters=section.adapters,
         step_ms=profile.weight_read_ms * section.time_scale,
         watts_per_gpu=hardware.tdp_w,
@@ -103,13 +125,31 @@ def _simulated(
         root=section.root or (card.root if card else ""),
         numa=section.numa if section.numa >= 0 or card is None else card.numa,
     )
-    engine = SimulatedEngine(
-        profile,
-        kv_tokens=kv_tokens,
-        block_tokens=spec.block_tokens,
+
+
+def _capabilities(section: EngineSection) -> tuple[str, ...]:
+    embeds = (EMBEDDINGS,) if section.embeddings else ()
+    if section.kind == "simulated":
+        return (*_CAPABILITIES, *embeds)
+    return (handshake_of(section.kv_connector), *embeds) if section.kv_connector else embeds
+
+
+def _simulated(
+    config: Config, catalogue: Catalogue, section: EngineSection, key: str, facts: WorkerFacts
+) -> SimulatedEngine:
+    if section.max_batch > section.chunk_tokens:
+        raise ConfigError(
+            WHERE, f"{key}.max_batch", section.max_batch, f"must be at most chunk_tokens, {section.chunk_tokens}"
+        )
+    for name in _SERVERS_ONLY:
+        if value := getattr(section, name):
+            raise ConfigError(WHERE, f"{key}.{name}", value, "a simulated engine is no server")
+    return SimulatedEngine(
+        _profile(config, catalogue, section),
+        kv_tokens=facts.kv_tokens,
+        block_tokens=facts.layout.block_tokens,
         chunk_tokens=section.chunk_tokens,
         max_batch=section.max_batch,
-        max_context=spec.max_context,
+        max_context=facts.max_context,
         time_scale=section.time_scale,
     )
-    return facts, engine

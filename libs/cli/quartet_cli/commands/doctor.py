@@ -1,0 +1,149 @@
+"""``quartet doctor``: how each worker's engine is seen, and why affinity works for it or does not.
+
+Asks all agents over NATS, needs no admin. Exit code 1 when something is wrong with any engine.
+"""
+
+import argparse
+import asyncio
+import secrets
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+from rich.table import Table
+
+from quartet_bus import nats_bus, subjects
+from quartet_bus.bus import Bus, Message
+from quartet_bus.config.schema import NatsSection
+from quartet_bus.messages import ControlReply, ControlRequest
+from quartet_bus.service import UNREADABLE
+from quartet_cli.commands import options
+from quartet_cli.console import console, table
+from quartet_cli.errors import CommandFailed
+from quartet_cli.running import until_done
+
+if TYPE_CHECKING:
+    from quartet_cli.commands import Commands
+
+_CONNECT_MS = 5_000
+_WAIT_S = 1.0
+_MODES = {
+    "simulated": "simulated",
+    "events": "exact: the engine's KV events",
+    "traffic": "approximate: this agent's own traffic",
+}
+
+
+class _Finding(Struct):
+    code: str
+    text: str
+    remedy: str = ""
+
+
+class _Engine(Struct):
+    kind: str
+    up: bool
+    url: str = ""
+    version: str = ""
+    why_down: str = ""
+    metrics: str = ""
+    degraded: tuple[str, ...] = ()
+    affinity: str = ""
+    events: dict[str, int] = {}
+    prompts: dict[str, int] = {}
+    findings: list[_Finding] = []
+
+
+class _Worker(Struct):
+    worker: str
+    model: str
+    sketch: str
+    engine: _Engine
+
+
+class _Node(Struct):
+    node: str
+    rows: int
+    hashes: int
+    workers: list[_Worker]
+
+
+def add_to(commands: "Commands") -> None:
+    """Declare ``doctor``."""
+    parser = commands.add_parser(
+        "doctor", help="say how each engine is seen, and why affinity works or does not", description=__doc__
+    )
+    parser.add_argument("--wait", type=float, default=_WAIT_S, metavar="S", help=f"seconds to hear agents [{_WAIT_S}]")
+    parser.add_argument("--json", action="store_true", help="answer as JSON")
+    options.add_nats(parser)
+    parser.set_defaults(run=lambda arguments: until_done(_doctor(arguments)))
+
+
+async def _doctor(arguments: argparse.Namespace) -> int:
+    bus = await nats_bus.connect(NatsSection(url=arguments.nats, connect_timeout_ms=_CONNECT_MS), name="quartet-doctor")
+    try:
+        replies = await _ask_all(bus, arguments.wait)
+    finally:
+        await bus.close()
+    if not replies:
+        raise CommandFailed(f"no agent answered within {arguments.wait:g} s at {arguments.nats}")
+    if arguments.json:
+        sys.stdout.write(msgspec.json.encode([msgspec.Raw(reply.payload) for reply in replies]).decode() + "\n")
+    nodes = [msgspec.json.decode(reply.payload, type=_Node) for reply in replies]
+    shapes = {(node.rows, node.hashes) for node in nodes}
+    if not arguments.json:
+        _print(nodes, shapes)
+    return int(len(shapes) > 1 or any(worker.engine.findings for node in nodes for worker in node.workers))
+
+
+async def _ask_all(bus: Bus, wait_s: float) -> list[ControlReply]:
+    """The answers of all agents that come in time, by name."""
+    inbox = f"_INBOX.doctor.{secrets.token_hex(8)}"
+    replies: list[ControlReply] = []
+
+    def on_reply(message: Message) -> None:
+        try:
+            reply = msgspec.msgpack.decode(message.data, type=ControlReply)
+        except UNREADABLE:
+            return
+        if reply.ok:
+            replies.append(reply)
+
+    subscription = await bus.subscribe(inbox, on_reply)
+    bus.publish(
+        subjects.control("agent", "_all", "doctor").subject, msgspec.msgpack.encode(ControlRequest()), reply=inbox
+    )
+    await asyncio.sleep(wait_s)
+    await subscription.stop()
+    return sorted(replies, key=lambda reply: reply.instance)
+
+
+def _print(nodes: list[_Node], shapes: set[tuple[int, int]]) -> None:
+    out = console()
+    out.print(_table(nodes))
+    for node in nodes:
+        for worker in node.workers:
+            for finding in worker.engine.findings:
+                out.print(f"{worker.worker}: {finding.text} [{finding.code}]", markup=False)
+                if finding.remedy:
+                    out.print(f"    {finding.remedy}", markup=False)
+    if len(shapes) > 1:
+        told = ", ".join(f"{rows} rows of {hashes} hashes" for rows, hashes in sorted(shapes))
+        out.print(f"agents fill filters of different shapes ({told}): routers take in one of them only", markup=False)
+        out.print("    give all of them the same [router] affinity_rows and affinity_hashes", markup=False)
+
+
+def _table(nodes: list[_Node]) -> Table:
+    workers = table("Engines", ("worker", "engine", "model (sketch)", "metrics", "affinity"), ("blocks held",))
+    for node in nodes:
+        for worker in node.workers:
+            engine = worker.engine
+            state = f"{engine.kind} {engine.version}".strip() if engine.up else f"{engine.kind}: down"
+            metrics = f"{engine.metrics}, degraded" if engine.degraded else engine.metrics
+            held = str(engine.events["held_blocks"]) if "held_blocks" in engine.events else ""
+            workers.add_row(
+                worker.worker, state, f"{worker.model} ({worker.sketch})", metrics,
+                _MODES.get(engine.affinity, engine.affinity), held,
+            )  # fmt: skip
+    return workers

@@ -1,0 +1,81 @@
+"""What an engine's metrics say, under whatever names its version has for it, and what they fail to say."""
+
+from msgspec import Struct
+
+from quartet_agent.engines.dialect import Dialect, Generation, Quantity
+from quartet_agent.engines.exposition import Sample, mean, samples, total
+
+_START_TIME = "process_start_time_seconds"
+_CACHE_INFO = "vllm:cache_config_info"
+
+
+class Reading(Struct, frozen=True):
+    """One look at an engine's metrics. A quantity that could not be read is None, never 0.
+
+    ``missing`` are required ones under no known name. ``started_s`` tells one process from the next.
+    ``block_tokens`` and ``kv_tokens`` are 0 where the engine does not say them here.
+    """
+
+    generation: str
+    running: float | None = None
+    waiting: float | None = None
+    kv_usage: float | None = None
+    steps: float | None = None
+    queries: float | None = None
+    hits: float | None = None
+    missing: tuple[Quantity, ...] = ()
+    started_s: float = 0.0
+    block_tokens: int = 0
+    kv_tokens: int = 0
+
+
+def read(text: str, dialect: Dialect) -> Reading:
+    """What ``text`` says in the words of ``dialect``.
+
+    Of several generations that could be meant, the newest whose marker is there; without any, each quantity is looked
+    for under all names that it ever had.
+    """
+    found = samples(text, _names(dialect))
+    generation = next((g for g in dialect.generations if g.marker in found), None)
+    values = {quantity: _value(found, dialect, generation, quantity) for quantity in _quantities(dialect)}
+    info = found.get(_CACHE_INFO, [Sample({}, 0.0)])[0].labels
+    block_tokens = _whole(info.get("block_size"))
+    return Reading(
+        generation=generation.name if generation is not None else "unknown",
+        running=values.get("running"),
+        waiting=values.get("waiting"),
+        kv_usage=values.get("kv_usage"),
+        steps=values.get("steps"),
+        queries=values.get("queries"),
+        hits=values.get("hits"),
+        missing=tuple(quantity for quantity in dialect.required if values[quantity] is None),
+        started_s=total(found, _START_TIME) or 0.0,
+        block_tokens=block_tokens,
+        kv_tokens=_whole(info.get("kv_cache_size_tokens")) or _whole(info.get("num_gpu_blocks")) * block_tokens,
+    )
+
+
+def _quantities(dialect: Dialect) -> tuple[Quantity, ...]:
+    known = [quantity for generation in dialect.generations for quantity in generation.aliases]
+    return tuple(dict.fromkeys((*dialect.required, *known)))
+
+
+def _names(dialect: Dialect) -> frozenset[str]:
+    names = {alias.name for generation in dialect.generations for alias in generation.aliases.values()}
+    return frozenset({*names, *(generation.marker for generation in dialect.generations), _START_TIME, _CACHE_INFO})
+
+
+def _value(
+    found: dict[str, list[Sample]], dialect: Dialect, generation: Generation | None, quantity: Quantity
+) -> float | None:
+    for spoken in (generation,) if generation is not None else dialect.generations:
+        alias = spoken.aliases.get(quantity)
+        if alias is not None:
+            value = mean(found, alias.name) if alias.how == "mean" else total(found, alias.name)
+            if value is not None:
+                return value
+    return None
+
+
+def _whole(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
