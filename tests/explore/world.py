@@ -574,7 +574,7 @@ class World:
             ),
             tuple(self._entry_key(entry) for entry in conductor.book),
             tuple(conductor.book._history),
-            tuple((ask, tuple(event.phase for event in events)) for ask, events in conductor._early.items()),
+            tuple((ask, tuple(event.phase for event in kept[1])) for ask, kept in conductor._early.items()),
             tuple((tuple(lane._sending), tuple(lane._waiting)) for lane in self.lanes),
             tuple(node.key() for node in self.nodes.values()),
         )  # fmt: skip

@@ -30,6 +30,9 @@ Ordinal = Annotated[int, Meta(ge=0, le=255)]
 Small = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 """A signed number that people choose: a priority, or whole milliseconds, which may be past."""
 
+NumaNode = Annotated[int, Meta(ge=-1, le=1023)]
+"""A NUMA node of a host, -1 where nobody said."""
+
 Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
 """A duration, rate or energy that cannot be below zero; finite, and so is the sum of any number of them."""
 
@@ -99,7 +102,7 @@ class WorkerInfo(Struct, frozen=True):
     adapters: tuple[str, ...] = ()
     step_ms: Amount = 0.0
     root: str = ""
-    numa: int = -1
+    numa: NumaNode = -1
 
 
 class LinkInfo(Struct, frozen=True):
@@ -112,7 +115,7 @@ class LinkInfo(Struct, frozen=True):
     gb_per_s: Amount
     setup_ms: Amount
     peer: str = ""
-    numa: int = -1
+    numa: NumaNode = -1
 
 
 class NodeInventory(Struct):

@@ -7,6 +7,7 @@ import pytest
 from quartet_bus.config.schema import LinkSection
 from quartet_bus.messages import KvVerb, Phase, TransferReason
 from quartet_core.verdict import Verdict
+from quartet_kv_coordinator.lanes import Lane
 
 MB = 1_000_000
 
@@ -453,7 +454,7 @@ def test_two_transfers_on_one_link_take_turns_the_earlier_deadline_first(play):
         most = 0
         for _ in range(100):
             await asyncio.sleep(0.001)
-            most = max(most, *(link.transfers for link in world.leader().links()))
+            most = max(most, *(link.transfers for link in map(Lane.state, world.leader().links())))
         assert most == 1
         assert [report.transfer for report in world.done] == ["running", "urgent", "late"]
 
@@ -484,7 +485,7 @@ def test_a_cancelled_transfer_leaves_its_place_on_the_link_to_the_next(play):
         world.cancel("r1")
         await asyncio.sleep(0.05)
         assert world.outcomes() == [("next", "done"), ("stuck", "cancelled")]
-        assert all(link.in_flight_bytes == 0 for link in world.leader().links())
+        assert all(link.in_flight_bytes == 0 for link in map(Lane.state, world.leader().links()))
 
     play(story, transfers_per_link=1)
 
@@ -521,7 +522,7 @@ def test_a_silent_fallback_is_counted_reported_and_priced(play, make_worker):
             world.plan(f"t{number}", kv_bytes=135 * MB, request=f"r{number}", deadline_ms=60_000.0)
             await asyncio.sleep(2.0)
         assert {report.link for report in world.done} == {"TCP"}
-        (link,) = [link for link in world.leader().links() if (link.source, link.target) == ("p", "d")]
+        (link,) = [link for link in map(Lane.state, world.leader().links()) if (link.source, link.target) == ("p", "d")]
         assert link.gb_per_s < 0.25 * 45.0
         registry = world.leader().metrics.registry
         assert registry.get_sample_value("quartet_coordinator_links_slowed") == 1
@@ -549,7 +550,7 @@ def test_configured_class_figures_are_announced_for_links_that_nobody_used(play)
         await world.start()
         (link,) = world.tables[-1].links
         assert (link.source, link.target, link.kind, link.gb_per_s, link.setup_ms) == ("", "", "TCP", 1.0, 5.0)
-        assert "" not in {link.source for link in world.leader().links()}
+        assert "" not in {link.source for link in map(Lane.state, world.leader().links())}
 
     play(story, links={"TCP": LinkSection(1.0, 5.0)})
 
