@@ -15,8 +15,9 @@ url = "{nats}"
 targets = ["127.0.0.1:{beats}"]
 port = {beats}
 beat_interval_us = 5000
-suspect_ms = 1000
-dead_ms = 5000
+suspect_ms = 5000
+dead_ms = 30000
+inventory_interval_ms = 5000
 [router]
 dispatch_ack_ms = 5000
 [gateway]
@@ -68,7 +69,7 @@ contexts = [0, 1024]
 step_ms = [[{a_ms}, {a_ms}], [{full_ms}, {full_ms}]]
 """
 
-CLASSES = {"a": ("CPU_QUICK", 0.2, 20.0, 30.0), "b": ("CPU_SLOW", 0.1, 25.0, 40.0)}
+CLASSES = {"a": ("CPU_QUICK", 0.2, 200.0, 300.0), "b": ("CPU_SLOW", 0.1, 250.0, 400.0)}
 """Node → its hardware class, price, and milliseconds of a step for one sequence and for eight."""
 
 
