@@ -23,7 +23,7 @@ dispatch_ack_ms = 5000
 [gateway]
 listen = "127.0.0.1:{gateway}"
 [kv]
-coordinator_silence_ms = 2000
+coordinator_silence_ms = 8000
 grpc = "127.0.0.1:{coordinator}"
 
 [specs.tiny]
@@ -62,7 +62,7 @@ precision = "bf16"
 tp = 1
 [hardware.{name}.profiles.profile]
 a_ms = {a_ms}
-b_ms_per_token = 0.1
+b_ms_per_token = 1.0
 c_ms_per_token2 = 0.0
 batches = [1, 8]
 contexts = [0, 1024]
