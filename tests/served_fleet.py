@@ -15,14 +15,15 @@ url = "{nats}"
 targets = ["127.0.0.1:{beats}"]
 port = {beats}
 beat_interval_us = 5000
-suspect_ms = 1000
-dead_ms = 5000
+suspect_ms = 5000
+dead_ms = 30000
+inventory_interval_ms = 5000
 [router]
 dispatch_ack_ms = 5000
 [gateway]
 listen = "127.0.0.1:{gateway}"
 [kv]
-coordinator_silence_ms = 2000
+coordinator_silence_ms = 8000
 grpc = "127.0.0.1:{coordinator}"
 
 [specs.tiny]
@@ -61,14 +62,14 @@ precision = "bf16"
 tp = 1
 [hardware.{name}.profiles.profile]
 a_ms = {a_ms}
-b_ms_per_token = 0.1
+b_ms_per_token = 1.0
 c_ms_per_token2 = 0.0
 batches = [1, 8]
 contexts = [0, 1024]
 step_ms = [[{a_ms}, {a_ms}], [{full_ms}, {full_ms}]]
 """
 
-CLASSES = {"a": ("CPU_QUICK", 0.2, 20.0, 30.0), "b": ("CPU_SLOW", 0.1, 25.0, 40.0)}
+CLASSES = {"a": ("CPU_QUICK", 0.2, 200.0, 300.0), "b": ("CPU_SLOW", 0.1, 250.0, 400.0)}
 """Node → its hardware class, price, and milliseconds of a step for one sequence and for eight."""
 
 

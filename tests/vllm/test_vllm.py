@@ -54,7 +54,7 @@ def make_model(directory: Path) -> None:
 
 def ended(events):
     """Whether every worker that took a part of a request has ended it."""
-    phases = {phase: {event.worker for event in events if event.phase is phase} for phase in Phase}
+    phases = {phase: {(e.worker, e.stream) for e in events if e.phase is phase} for phase in Phase}
     return bool(phases[Phase.END]) and phases[Phase.END] == phases[Phase.ACCEPTED]
 
 
@@ -73,7 +73,9 @@ class Scene:
             model=model, prompt=prompt, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True}, **fields
         )
         await self.until(lambda: ended(self.events[before:]))
-        return answer, self.events[before:]
+        # A loaded machine may have the router try again: what counts is the try that was answered.
+        tries = max(event.stream.try_ for event in self.events[before:])
+        return answer, [event for event in self.events[before:] if event.stream.try_ == tries]
 
     async def straight(self, server, prompt, *, model="tiny", tokens=16):
         """The text that the server gives when it is asked without Quartet."""
