@@ -51,7 +51,7 @@ def _table(fleet: str, model: str, groups: dict[tuple[str, str], list[Outcome]])
     traces = [trace for (here, of, trace) in LOADS if (here, of) == (fleet, model)]
     columns = ["policy"]
     for trace in traces:
-        columns += [f"{trace}: within %", "goodput/s", "$/M good", "kJ/M good", "TTFT p99 s", "worst s"]
+        columns += [f"{trace}: within %", "goodput/s", "$/M good", "kJ/M good", "TTFT p99 / worst s"]
     rows = []
     for name, (policy, _) in ROWS.items():
         row = [name]
@@ -62,8 +62,8 @@ def _table(fleet: str, model: str, groups: dict[tuple[str, str], list[Outcome]])
                 mean_and_reach([o.goodput_per_s for o in found], 2),
                 mean_and_reach([o.usd_per_million_good for o in found], 2),
                 f"{sum(o.j_per_million_good for o in found) / len(found) / 1e3:,.0f}",
-                f"{sum(o.ttft_ms.p99 for o in found) / len(found) / 1e3:.1f}",
-                f"{max(o.worst_wait_ms for o in found) / 1e3:.1f}",
+                f"{sum(o.ttft_ms.p99 for o in found) / len(found) / 1e3:.1f}"
+                f" / {max(o.worst_wait_ms for o in found) / 1e3:.1f}",
             ]
         rows.append(tuple(row))
     rates = ", ".join(f"{trace} {LOADS[fleet, model, trace]:g}" for trace in traces)
