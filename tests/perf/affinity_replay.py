@@ -101,7 +101,7 @@ def replay(
     Nobody is held: every request asks for that. ``rivals`` are asked for every decision, too, and change nothing.
     """
     facts = [fleets.facts(f"n{i // 8}-{i % 8}", name, max_context=MAX_CONTEXT) for i, name in enumerate(classes)]
-    routing = fleets.routing(facts, long_prompt_tokens=4096)
+    routing = fleets.routing(facts, long_prompt_tokens=4096, long_context_tokens=4096)
     block_tokens = next(iter(workload.prompts.values())).block_tokens
     servers = [
         Server(slot, each, routing.fleet.at(slot).kind.profile, workload, block_tokens)

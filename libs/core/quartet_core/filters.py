@@ -24,14 +24,19 @@ EMBEDDINGS = "embeddings"
 class Filters:
     """Applies the filters, in one order, to one fleet.
 
-    ``long_prompt_tokens`` is above how many *uncached* tokens a prompt is long: a worker that holds most of a long
-    prompt is not asked to compute a long prompt.
+    Both limits are of *uncached* tokens: a worker that holds most of a long prompt is not asked to compute a long one.
+    Above ``long_prompt_tokens`` a worker at a limit (heat or power, PCIe, memory) takes none, above
+    ``long_context_tokens`` only classes for long contexts do.
     """
 
-    def __init__(self, fleet: Fleet, affinity: AffinityTable, *, long_prompt_tokens: int) -> None:
+    def __init__(
+        self, fleet: Fleet, affinity: AffinityTable, *, long_prompt_tokens: int, long_context_tokens: int
+    ) -> None:
         self._fleet = fleet
         self._affinity = affinity
         self._long_prompt_tokens = long_prompt_tokens
+        self._long_context_tokens = long_context_tokens
+        self._least_long_tokens = min(long_prompt_tokens, long_context_tokens)
         self._queues = fleet.planes.levels(QUEUE.name)
         self._batches = fleet.planes.levels(BATCH.name)
 
@@ -82,7 +87,7 @@ class Filters:
             )
         ]
         left = free
-        if prompt_tokens > self._long_prompt_tokens:
+        if prompt_tokens > self._least_long_tokens:
             left, holders = self._long(ask, free, holders, long_context)
         return Candidates(
             whole=left & fleet.prefills & fleet.decodes,
@@ -99,10 +104,20 @@ class Filters:
         self, ask: Ask, free: int, holders: list[tuple[int, int]], long_context: int
     ) -> tuple[int, list[tuple[int, int]]]:
         """Take workers out that would have to compute a long prompt and should not."""
-        enough_cached = 0
-        for cached, plane in holders:
-            if ask.prompt_tokens - cached <= self._long_prompt_tokens:
-                enough_cached |= plane
-        kept = free & (enough_cached | long_context & ~self._fleet.strained)
-        kept = kept or free & long_context or free & ~self._fleet.strained or free
+        kept = free
+        if strained := free & self._fleet.strained:
+            spared = _with_at_most(self._long_prompt_tokens, ask.prompt_tokens, holders)
+            kept = free ^ (strained ^ (strained & spared)) or free
+        if ask.prompt_tokens > self._long_context_tokens:
+            near = _with_at_most(self._long_context_tokens, ask.prompt_tokens, holders)
+            kept = kept & (near | long_context) or free & long_context or kept
         return kept, [(cached, plane & kept) for cached, plane in holders if plane & kept]
+
+
+def _with_at_most(uncached: int, prompt_tokens: int, holders: list[tuple[int, int]]) -> int:
+    """The plane of those that would have to compute so many tokens of a prompt at most."""
+    plane = 0
+    for cached, holding in holders:
+        if prompt_tokens - cached <= uncached:
+            plane |= holding
+    return plane

@@ -62,6 +62,7 @@ class Routing:
         links: LinkBook,
         long_context: Sequence[str],
         long_prompt_tokens: int,
+        long_context_tokens: int,
         kappa: float,
         hold_ahead_chunks: float,
         affinity_rows: int,
@@ -85,7 +86,12 @@ class Routing:
         self.board = LoadBoard(kappa)
         self.breakers = Breakers()
         self.links = links
-        self._filters = Filters(self.fleet, self.affinity, long_prompt_tokens=long_prompt_tokens)
+        self._filters = Filters(
+            self.fleet,
+            self.affinity,
+            long_prompt_tokens=long_prompt_tokens,
+            long_context_tokens=long_context_tokens,
+        )
         self._containment: Containment | None = None
         if contains:
             self._containment = Containment(self.fleet, self.ledger, long_ms=long_prefill_ms, share=long_prefill_share)

@@ -87,6 +87,7 @@ class RouterService(Service):
             links=self._links,
             long_context=long_context,
             long_prompt_tokens=router.long_prompt_tokens,
+            long_context_tokens=router.long_context_tokens,
             kappa=router.kappa,
             hold_ahead_chunks=router.hold_ahead_chunks,
             affinity_rows=router.affinity_rows,

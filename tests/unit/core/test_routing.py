@@ -171,7 +171,7 @@ def test_a_tried_worker_is_not_tried_again():
 
 @pytest.mark.parametrize("flag", ["throttled", "congested", "pressed"])
 def test_a_card_at_its_limit_is_not_given_a_long_prompt_but_still_a_short_one(flag):
-    routing = fleet("H100_SXM5", "H100_SXM5", "L40S_PCIE", long_prompt_tokens=4096)
+    routing = fleet("H100_SXM5", "H100_SXM5", "L40S_PCIE", long_prompt_tokens=4096, long_context_tokens=4096)
     hear(routing, 0, word(**{flag: True}))
     for seed in range(4):
         assert chosen(routing, fleets.ask(prompt(8_000, seed))).prefill == 1
@@ -179,13 +179,13 @@ def test_a_card_at_its_limit_is_not_given_a_long_prompt_but_still_a_short_one(fl
 
 
 def test_the_long_prompt_rule_never_takes_the_last_candidate():
-    routing = fleet("L40S_PCIE", long_prompt_tokens=4096)
+    routing = fleet("L40S_PCIE", long_prompt_tokens=4096, long_context_tokens=4096)
     hear(routing, 0, word(throttled=True))
     assert chosen(routing, fleets.ask(prompt(8_000))).prefill == 0
 
 
 def test_the_long_prompt_rule_counts_uncached_tokens_only():
-    routing = fleet("L40S_PCIE", "H100_SXM5", long_prompt_tokens=4096)
+    routing = fleet("L40S_PCIE", "H100_SXM5", long_prompt_tokens=4096, long_context_tokens=4096)
     tokens = prompt(8_192)
     hold(routing, 0, tokens)
     hear(routing, 1, word(queue=8_000.0, batch=80))

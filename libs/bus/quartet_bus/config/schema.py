@@ -105,7 +105,8 @@ class ModelSection(Section):
 class RouterSection(Section):
     """Routing. ``policies`` are import paths of the policies that may be chosen; ``policy`` is the one at start.
 
-    While ``long_prefill_share`` of a model's workers have prefills of more than ``long_prefill_ms`` ahead, further ones
+    Uncached prompts above ``long_prompt_tokens`` are not given to workers at a limit (heat, power, PCIe, memory), and
+    above ``long_context_tokens`` to no other than ``long_context_classes``, if any such worker is there. While ``long_prefill_share`` of a model's workers have prefills of more than ``long_prefill_ms`` ahead, further ones
     go to the same workers, so that all other requests find one without; share 1 contains nothing.
     """
 
@@ -123,6 +124,7 @@ class RouterSection(Section):
     fetch: bool = True
     split_without_prefill_worker: Literal["whole", "error"] = "whole"
     long_prompt_tokens: Tokens = 4096
+    long_context_tokens: Tokens = 65_536
     long_context_classes: tuple[str, ...] = ()
     long_prefill_ms: PositiveFloat = 3000.0
     long_prefill_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.5

@@ -203,6 +203,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     fetch: bool = True
     kappa: float = 1.0
     long_prompt_tokens: int = 4096
+    long_context_tokens: int = 65_536
     long_prefill_ms: float = 3000.0
     long_prefill_share: float = 0.5
     link: Literal["RDMA_ROCE", "RDMA_IB", "TCP"] = "RDMA_ROCE"

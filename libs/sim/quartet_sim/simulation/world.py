@@ -59,6 +59,7 @@ class World:
             links=links,
             long_context=[name for name, each in catalogue.hardware.items() if each.long_context],
             long_prompt_tokens=settings.long_prompt_tokens,
+            long_context_tokens=settings.long_context_tokens,
             kappa=settings.kappa,
             hold_ahead_chunks=settings.hold_ahead_chunks,
             long_prefill_ms=settings.long_prefill_ms,

@@ -14,18 +14,18 @@ _NO_FILTER: Final = 1 << 30
 
 RULES: Final[Mapping[str, tuple[str, Settings]]] = {
     "as configured by default": ("finish-time", Settings()),
-    "no long-prompt filter": ("finish-time", Settings(long_prompt_tokens=_NO_FILTER)),
-    "no filter, no split": ("finish-time", Settings(long_prompt_tokens=_NO_FILTER, split=False)),
-    "no filter, no split, no hold": ("finish-time", Settings(long_prompt_tokens=_NO_FILTER, split=False, hold=False)),
+    "no long-prompt filter": ("finish-time", Settings(long_context_tokens=_NO_FILTER)),
+    "no filter, no split": ("finish-time", Settings(long_context_tokens=_NO_FILTER, split=False)),
+    "no filter, no split, no hold": ("finish-time", Settings(long_context_tokens=_NO_FILTER, split=False, hold=False)),
     "no filter, no split, κ = 0 (worst ratio)": (
-        "finish-time", Settings(long_prompt_tokens=_NO_FILTER, split=False, kappa=0.0),
+        "finish-time", Settings(long_context_tokens=_NO_FILTER, split=False, kappa=0.0),
     ),
-    "no filter, no split, κ = 0.3": ("finish-time", Settings(long_prompt_tokens=_NO_FILTER, split=False, kappa=0.3)),
-    "no filter, split if J < 0.7 of whole": ("clear-split", Settings(long_prompt_tokens=_NO_FILTER)),
-    "no filter, no split, sum of ratios": ("sum", Settings(long_prompt_tokens=_NO_FILTER, split=False)),
-    "no filter, no split, sum of squares": ("squares", Settings(long_prompt_tokens=_NO_FILTER, split=False)),
-    "no filter, squares, split if < 0.7": ("squares-clear-split", Settings(long_prompt_tokens=_NO_FILTER)),
-    "block-cost, no filter": ("block-cost", Settings(long_prompt_tokens=_NO_FILTER)),
+    "no filter, no split, κ = 0.3": ("finish-time", Settings(long_context_tokens=_NO_FILTER, split=False, kappa=0.3)),
+    "no filter, split if J < 0.7 of whole": ("clear-split", Settings(long_context_tokens=_NO_FILTER)),
+    "no filter, no split, sum of ratios": ("sum", Settings(long_context_tokens=_NO_FILTER, split=False)),
+    "no filter, no split, sum of squares": ("squares", Settings(long_context_tokens=_NO_FILTER, split=False)),
+    "no filter, squares, split if < 0.7": ("squares-clear-split", Settings(long_context_tokens=_NO_FILTER)),
+    "block-cost, no filter": ("block-cost", Settings(long_context_tokens=_NO_FILTER)),
 }  # fmt: skip
 
 GROUNDS: Final[Mapping[tuple[str, str, str], float]] = {

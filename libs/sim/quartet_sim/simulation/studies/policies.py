@@ -15,7 +15,7 @@ from quartet_sim.simulation.studies.table import Table, Told, mean_and_reach
 
 SEEDS: Final = (11, 12)
 
-UNFILTERED: Final = Settings(long_prompt_tokens=1 << 30)
+UNFILTERED: Final = Settings(long_context_tokens=1 << 30)
 """Without the filter that keeps long uncached prompts to long-context classes: it is ours, not the other policies'."""
 
 ROWS: Final[Mapping[str, tuple[str, Settings]]] = {
