@@ -499,7 +499,7 @@ class World:
         elif stuck := [t for t, state in self.nodes["p"].prefills.items() if state == "computing"]:
             self.prefill_fails(stuck[0])  # no room for it until its own deadline
         elif waiting := [request for request in self.requests.values() if not request.outcome]:
-            # Its plan, its dispatch or its outcome was lost: the deadline of the run itself ends it, and of nothing else.
+            # Its plan, its dispatch or its outcome was lost: only the run's own deadline ends it.
             assert self.harmed
             unheard = waiting[0].transfer in self.unheard
             assert unheard or not waiting[0].told, "announced, and the request did not hear it"
