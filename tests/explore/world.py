@@ -121,6 +121,8 @@ class World:
         self.asks: list[Ask] = []
         self.watched: dict[str, TransferPlan] = {}
         self.requests: dict[str, Request] = {}
+        self.unheard: set[str] = set()
+        """Transfers whose outcome was told and lost on its way to the router."""
         self.lanes = Lanes(KvSection(transfers_per_link=1))
         self.conductor = self._conductor()
         for number in range(transfers):
@@ -259,7 +261,9 @@ class World:
         getattr(self, "_hear_" + message[0])(*message[1:])
 
     def lose(self, index: int) -> None:
-        self.wire.pop(index)
+        message = self.wire.pop(index)
+        if message[0] == "outcome":
+            self.unheard.add(message[1])
 
     def double(self, index: int) -> None:
         self.wire.append(self.wire[index])
@@ -495,9 +499,10 @@ class World:
         elif stuck := [t for t, state in self.nodes["p"].prefills.items() if state == "computing"]:
             self.prefill_fails(stuck[0])  # no room for it until its own deadline
         elif waiting := [request for request in self.requests.values() if not request.outcome]:
-            # Its plan or its dispatch was lost: the deadline of the run itself ends it, and of nothing else.
+            # Its plan, its dispatch or its outcome was lost: only the run's own deadline ends it.
             assert self.harmed
-            assert not waiting[0].told, "announced, and the request did not hear it"
+            unheard = waiting[0].transfer in self.unheard
+            assert unheard or not waiting[0].told, "announced, and the request did not hear it"
             self._over(waiting[0], "failed", "error")
         else:
             return False
@@ -569,6 +574,7 @@ class World:
             tuple(sorted(map(repr, map(self._label, self.wire)))),
             tuple(sorted((*map(repr, ask.label), ask.attempt) for ask in self.asks)),
             tuple(sorted(self.watched)),
+            tuple(sorted(self.unheard)),
             tuple(
                 (r.half, r.outcome, tuple(r.told)) for r in self.requests.values()
             ),
