@@ -62,7 +62,7 @@ precision = "bf16"
 tp = 1
 [hardware.{name}.profiles.profile]
 a_ms = {a_ms}
-b_ms_per_token = 1.0
+b_ms_per_token = 10.0
 c_ms_per_token2 = 0.0
 batches = [1, 8]
 contexts = [0, 1024]

@@ -73,9 +73,13 @@ class Scene:
             model=model, prompt=prompt, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True}, **fields
         )
         await self.until(lambda: ended(self.events[before:]))
-        # A loaded machine may have the router try again: what counts is the try that was answered.
-        tries = max(event.stream.try_ for event in self.events[before:])
-        return answer, [event for event in self.events[before:] if event.stream.try_ == tries]
+        # On a loaded machine a client may ask again, and a router try again: what counts is what was answered.
+        [answered] = {
+            event.stream
+            for event in self.events[before:]
+            if event.phase is Phase.END and event.role is not Role.PREFILL and event.status == "ok"
+        }
+        return answer, [event for event in self.events[before:] if event.stream == answered]
 
     async def straight(self, server, prompt, *, model="tiny", tokens=16):
         """The text that the server gives when it is asked without Quartet."""
