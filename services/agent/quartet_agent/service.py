@@ -220,6 +220,8 @@ class AgentService(Service):
                 places, port = wiring.simulated_readings(
                     self.config, hosted, self.loop.time, self._sent_bytes, self.arrivals.tokens_of
                 )
+            case _ if self._real_readings is None and telemetry.source == "auto":
+                return None  # nobody who could look at the host: a fleet within one process
             case source if self._real_readings is None:
                 raise ConfigError(WHERE, "telemetry.source", source, "is for real processes alone")
             case _:

@@ -24,7 +24,8 @@ def test_the_page_shows_a_policy_that_works(tmp_path, monkeypatch):
     routing = Routing(
         lambda f: known.profile(f.hardware, f.model, f.precision, f.tp), known.hardware_class,
         {"short-and-long": module.ShortAndLong}, policy="short-and-long", links=LinkBook(500.0), long_context=(),
-        long_prompt_tokens=1 << 20, long_context_tokens=1 << 20, kappa=1.0, hold_ahead_chunks=2.0, affinity_rows=1 << 10, affinity_hashes=4,
+        long_prompt_tokens=1 << 20, long_context_tokens=1 << 20, kappa=1.0,
+        hold_ahead_chunks=2.0, affinity_rows=1 << 10, affinity_hashes=4,
         max_workers=8,
     )  # fmt: skip
     routing.learn("n", [fleets.facts("h", "H100_SXM5"), fleets.facts("l", "L40S_PCIE")], 0.0)

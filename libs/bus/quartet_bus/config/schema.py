@@ -106,7 +106,9 @@ class RouterSection(Section):
     """Routing. ``policies`` are import paths of the policies that may be chosen; ``policy`` is the one at start.
 
     Uncached prompts above ``long_prompt_tokens`` are not given to workers at a limit (heat, power, PCIe, memory), and
-    above ``long_context_tokens`` to no other than ``long_context_classes``, if any such worker is there. While ``long_prefill_share`` of a model's workers have prefills of more than ``long_prefill_ms`` ahead, further ones
+    above ``long_context_tokens`` to no other than ``long_context_classes``, if any such worker is there.
+
+    While ``long_prefill_share`` of a model's workers have prefills of more than ``long_prefill_ms`` ahead, further ones
     go to the same workers, so that all other requests find one without; share 1 contains nothing.
     """
 
