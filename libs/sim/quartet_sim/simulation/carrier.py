@@ -68,7 +68,8 @@ class Carrier:
             self._routing.sent(flight.keys, plan, flight.ask, self._timeline.now_ms)
         target = sites[plan.decode]
         self._timeline.note(SENT, flight.request.number << 16 | target.number)
-        for site in sites.values():
+        flight.sites = tuple(sites.values())
+        for site in flight.sites:
             site.flights[flight.request.number] = flight
         self._timeline.later(
             self._settings.dispatch_ms, self._arrived, flight, flight.try_, plan, target, sites.get(other)
@@ -272,8 +273,9 @@ class Carrier:
         """Take back the last try's work wherever it still is."""
         now_ms = self._timeline.now_ms
         moving = any(job.work.kind == "prefill" and job.work.stage is Stage.GONE for job in flight.jobs)
+        for site in flight.sites:
+            site.flights.pop(flight.request.number, None)
         for job in flight.jobs:
-            job.site.flights.pop(flight.request.number, None)
             if not self._alive(job):
                 continue
             if job.work.stage not in (Stage.OUTSIDE, Stage.GONE):

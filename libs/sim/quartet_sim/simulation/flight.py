@@ -23,15 +23,15 @@ class Job(NamedTuple):
 
 
 class Flight:
-    """A request and where it stands. ``try_`` counts dispatches; ``jobs`` and ``keys`` (of the ledger, by slot) are
-    those of the last.
+    """A request and where it stands. ``try_`` counts dispatches; ``jobs``, ``keys`` (of the ledger, by slot) and
+    ``sites`` (that it was sent to, whether it has arrived or not) are those of the last.
 
     Times are milliseconds, −1 for what has not happened. ``outcome`` is empty until the end.
     """
 
     __slots__ = (
         "arrived_ms", "ask", "cached_tokens", "ended_ms", "first_ms", "held", "held_ms", "jobs", "key", "keys",
-        "lag_ms", "outcome", "request", "tried", "try_",
+        "lag_ms", "outcome", "request", "sites", "tried", "try_",
     )  # fmt: skip
 
     def __init__(self, request: Request, ask: Ask, arrived_ms: float) -> None:
@@ -43,6 +43,7 @@ class Flight:
         self.tried: list[str] = []
         self.keys: dict[int, Key] = {}
         self.jobs: list[Job] = []
+        self.sites: tuple["Site", ...] = ()
         self.held = False
         self.held_ms = -1.0
         self.lag_ms = 0.0
