@@ -43,7 +43,7 @@ class Flight:
         self.tried: list[str] = []
         self.keys: dict[int, Key] = {}
         self.jobs: list[Job] = []
-        self.sites: tuple["Site", ...] = ()
+        self.sites: tuple[Site, ...] = ()
         self.held = False
         self.held_ms = -1.0
         self.lag_ms = 0.0

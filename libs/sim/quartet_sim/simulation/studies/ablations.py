@@ -23,6 +23,7 @@ PARTS: Final[Mapping[str, Settings]] = {
     "without ledger": Settings(ledger=False, hold=False),
     "without affinity": Settings(affinity=False),
     "without split": Settings(split=False),
+    "with the long-prompt filter at 4,096": Settings(long_context_tokens=4096),
     "without the long-prompt filter": Settings(long_context_tokens=1 << 30),
 }
 AGES_MS: Final = (0.5, 50.0, 1_000.0, 10_000.0)

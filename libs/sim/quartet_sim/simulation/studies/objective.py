@@ -14,6 +14,7 @@ _NO_FILTER: Final = 1 << 30
 
 RULES: Final[Mapping[str, tuple[str, Settings]]] = {
     "as configured by default": ("finish-time", Settings()),
+    "long-prompt filter at 4,096": ("finish-time", Settings(long_context_tokens=4096)),
     "no long-prompt filter": ("finish-time", Settings(long_context_tokens=_NO_FILTER)),
     "no filter, no split": ("finish-time", Settings(long_context_tokens=_NO_FILTER, split=False)),
     "no filter, no split, no hold": ("finish-time", Settings(long_context_tokens=_NO_FILTER, split=False, hold=False)),
