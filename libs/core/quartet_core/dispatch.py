@@ -174,8 +174,12 @@ class Dispatch:
         return self._over([Cancel(self.try_, self._live(), "peer_ended")] if self._live() else [])
 
     def transfer_failed(self, try_: int, detail: str) -> list[Action]:
-        """KV did not arrive. A split cannot go on without it; a run that fetches a prefix computes it instead."""
-        if try_ != self.try_ or self.stage in (Stage.OVER, Stage.HELD) or self.lender is not None:
+        """KV did not arrive. A split cannot go on without it; a run that fetches a prefix computes it instead.
+
+        Once there are tokens it did arrive, whatever its coordinator could find out: the worker that decodes says how
+        that ends.
+        """
+        if try_ != self.try_ or self.stage in (Stage.OVER, Stage.HELD, Stage.STREAMING) or self.lender is not None:
             return []
         return self._again_without_kv(detail)
 

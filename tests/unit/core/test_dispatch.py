@@ -185,6 +185,13 @@ def test_only_who_failed_is_excluded():
     assert broken.transfer_failed(1, "ended: source")[-1].excluded == ("w1",)
 
 
+def test_when_tokens_flow_a_transfer_that_seems_to_have_failed_is_not_the_end():
+    dispatch = split()
+    dispatch.first_token(1)
+    assert dispatch.transfer_failed(1, "unanswered: commit") == []
+    assert dispatch.stage is Stage.STREAMING
+
+
 def test_events_of_an_older_try_change_nothing():
     dispatch = whole()
     dispatch.ack_due(1)
