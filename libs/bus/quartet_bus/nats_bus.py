@@ -12,6 +12,7 @@ nats-py does the protocol, TLS and credentials of one connection. Three things a
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator
@@ -242,18 +243,25 @@ class NatsBus:
             await self._flush_on(self._client, CLOSE_FLUSH_S)
         self._closed = True
         self._requests.close()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        await self._end_watch()
         for subscription in self._subscriptions:
             subscription.live = False
         self._subscriptions.clear()
         self._waiting.clear()
         if self._client is not None:
-            await self._client.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._client.close(), CLOSE_FLUSH_S)
         self._end_flushes()
 
     # The connection
+
+    async def _end_watch(self) -> None:
+        """End the task that looks after the connection. One cancel may be lost: nats-py swallows what reaches it while
+        it ends a connection, as when broker and process are stopped together."""
+        if self._watching is not None:
+            while not self._watching.done():
+                self._watching.cancel()
+                await asyncio.wait([self._watching], timeout=RETRY_S)
 
     def _connection(self) -> DirectClient:
         if self._client is None or not self._client.is_connected:
@@ -264,7 +272,7 @@ class NatsBus:
         """Connect, subscribe to everything again, and send what waited, trying until it works."""
         loop = asyncio.get_running_loop()
         say_so_at = loop.time() + SAY_SO_S
-        while True:
+        while not self._closed:
             try:
                 client = await nats_link.connect(self._section, self._name, self._inbox, self._on_error)
                 try:
@@ -318,7 +326,7 @@ class NatsBus:
 
         Nothing ends this but ``close``: without it the bus would never be back.
         """
-        while True:
+        while not self._closed:
             await asyncio.sleep(WATCH_S)
             try:
                 client = self._client

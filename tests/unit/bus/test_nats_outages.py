@@ -50,6 +50,36 @@ async def test_a_killed_broker_that_comes_back_finds_everything_as_it_was(server
     await there.close()
 
 
+async def test_a_bus_that_is_closed_while_its_broker_ends_does_end(server: NatsServer) -> None:
+    buses = [await connect(NatsSection(url=server.url)) for _ in range(12)]
+    await server.kill()
+    for number, bus in enumerate(buses):  # from before they notice to after they began to look for it again
+        bus.publish("work", b"unsent")
+        await asyncio.sleep(0.01 * number)
+        async with asyncio.timeout(10.0):
+            await bus.close()
+
+
+async def test_a_lost_cancel_does_not_keep_a_closed_bus_from_ending(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = await connect(NatsSection(url=server.url))
+    looking = asyncio.Event()
+
+    async def deaf(*_: object) -> None:
+        looking.set()
+        try:
+            await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            raise nats_link.ConnectFailed("nats-py heard the cancel, and kept it to itself") from None
+
+    monkeypatch.setattr(nats_link, "connect", deaf)
+    await server.kill()
+    await looking.wait()
+    async with asyncio.timeout(5.0):
+        await bus.close()
+
+
 async def test_messages_published_during_an_outage_arrive_in_order_and_before_later_ones(server: NatsServer) -> None:
     bus = await connect(NatsSection(url=server.url))
     heard: list[bytes] = []

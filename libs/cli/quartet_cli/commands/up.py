@@ -25,6 +25,7 @@ The fleet is up: 3 nodes, 24 cards; models {models}.
 
   gateway      {gateway}   (OpenAI's API)
   admin gRPC   {admin}
+  KV gRPC      {coordinator}
   NATS         {nats}
   ring         {ring}
   logs         {directory}/*.log
@@ -70,6 +71,7 @@ END
 
 See it with: {quartet} fleet --admin {admin}
         and: {quartet} watch --admin {admin}, {quartet} dry-run round-robin --admin {admin}
+        and: {quartet} doctor --nats {nats}, {quartet} kv links --coordinator {coordinator}
 Ctrl-C stops all of it.
 """
 
@@ -104,6 +106,7 @@ def how_to_use(fleet: Fleet) -> str:
         models=", ".join(fleet.config.models),
         gateway=fleet.doors.gateway_url,
         admin=fleet.doors.admin_address,
+        coordinator=fleet.doors.coordinator_address,
         nats=fleet.nats_url,
         ring=ring_path(fleet.directory),
         directory=fleet.directory,

@@ -58,6 +58,11 @@ class Doors(Struct, frozen=True, kw_only=True):
         """The admin's gRPC door."""
         return f"{HOST}:{self.admin}"
 
+    @property
+    def coordinator_address(self) -> str:
+        """The KV coordinator's gRPC door."""
+        return f"{HOST}:{self.coordinator}"
+
 
 class Part(Struct, frozen=True):
     """One process: its name in messages and of its log, its module, its own configuration, and its HTTP port."""
@@ -121,7 +126,8 @@ def here(doors: Doors, nats_url: str, directory: Path, options: FleetOptions) ->
     tables: dict[str, dict[str, str | int | bool]] = {
         "nats": {"url": nats_url},
         "fleet": {"port": doors.beats, "ring_path": str(ring_path(directory))},
-        "router": {"policy": options.policy},
+        # The default is left to whatever configuration was given.
+        **({"router": {"policy": options.policy}} if options.policy != _DEFAULTS.router.policy else {}),
         "kv": {"grpc": f"{HOST}:{doors.coordinator}"},
         "prefetch": {"grpc": f"{HOST}:{doors.predictor}"},
         "gateway": {"listen": f"{HOST}:{doors.gateway}", "reuse_port": options.gateways > 1},
