@@ -62,10 +62,13 @@ async def _publish(arguments: argparse.Namespace, prompt: str) -> int:
         client = Client(bus, arguments.tenant)
         headers = RequestHeaders(request_id=arguments.id, no_hold=arguments.no_hold)
         async with await client.infer(arguments.model, msgspec.json.encode(body), headers=headers) as answer:
-            async for chunk in answer:
-                sys.stdout.write(chunk.decode() + "\n" if arguments.chunks else _text(chunk))
+            try:
+                async for chunk in answer:
+                    sys.stdout.write(chunk.decode() + "\n" if arguments.chunks else _text(chunk))
+                    sys.stdout.flush()
+            finally:  # an error begins on a line of its own
+                sys.stdout.write("" if arguments.chunks else "\n")
                 sys.stdout.flush()
-        sys.stdout.write("" if arguments.chunks else "\n")
         end = answer.end
         if end is not None:
             print(
