@@ -1,7 +1,7 @@
 """Writes the tokenizer and the outputs that ``test_gateway_tokens.py`` compares with, by Hugging Face's own library.
 
-    python3 -m venv /tmp/recorder && /tmp/recorder/bin/pip install transformers==5.24.0 jinja2==3.1.6
-    /tmp/recorder/bin/python tests/unit/gateway/tokenizer/record.py
+    python3 -m venv .venv-recorder && .venv-recorder/bin/pip install transformers==5.24.0 jinja2==3.1.6
+    .venv-recorder/bin/python tests/unit/gateway/tokenizer/record.py
 
 The tokenizer is a byte-level BPE trained here on this repository's documents. The templates are ours, each made of
 constructions that published ones use; no file of any model is copied.
