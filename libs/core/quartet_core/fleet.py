@@ -170,6 +170,15 @@ class Fleet:
         """The slot of a worker, or None when it is unknown."""
         return self._slots.get(worker)
 
+    def plane_of(self, workers: Iterable[str]) -> int:
+        """The slots of those of ``workers`` that are known, as a plane."""
+        plane = 0
+        for worker in workers:
+            slot = self._slots.get(worker)
+            if slot is not None:
+                plane |= 1 << slot
+        return plane
+
     def at(self, slot: int) -> Worker:
         """The worker in an occupied slot. Raises ``LookupError`` when it is empty."""
         worker = self.workers[slot]

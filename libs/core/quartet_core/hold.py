@@ -10,12 +10,15 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+HoldKey = tuple[str, str, int]
+"""(tenant, request id, attempt): how a held request is known."""
+
 
 class Held(Struct, order=True):
     """A held request. ``rank`` orders; ``body_bytes`` is what it costs to keep, ``work_ms`` what it costs to run."""
 
     rank: tuple[int, float, int]
-    key: tuple[str, str, int]
+    key: HoldKey
     model: str
     since_ms: float
     until_ms: float
@@ -30,19 +33,19 @@ class HoldQueue:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._by_model: dict[str, list[Held]] = {}
-        self._by_key: dict[tuple[str, str, int], Held] = {}
-        self._until: list[tuple[float, tuple[str, str, int]]] = []
+        self._by_key: dict[HoldKey, Held] = {}
+        self._until: list[tuple[float, HoldKey]] = []
         self._backlog_ms: dict[str, float] = {}
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __contains__(self, key: tuple[str, str, int]) -> bool:
+    def __contains__(self, key: HoldKey) -> bool:
         return key in self._by_key
 
     def put(
-        self, key: tuple[str, str, int], model: str, *, priority: int, deadline_ms: float, arrival: int, now_ms: float,
+        self, key: HoldKey, model: str, *, priority: int, deadline_ms: float, arrival: int, now_ms: float,
         until_ms: float, body_bytes: int, work_ms: float = 0.0,
     ) -> bool:  # fmt: skip
         """Hold a request; return False when there is no room, or it is held already.
@@ -63,7 +66,7 @@ class HoldQueue:
         """The predicted prefill that a tenant has waiting."""
         return self._backlog_ms.get(tenant, 0.0)
 
-    def take(self, key: tuple[str, str, int]) -> Held | None:
+    def take(self, key: HoldKey) -> Held | None:
         """End a hold; None when it is not held."""
         held = self._by_key.pop(key, None)
         if held is None:
@@ -85,7 +88,7 @@ class HoldQueue:
         """The up to ``most`` holds of a model that come first."""
         return self._by_model.get(model, [])[:most]
 
-    def __iter__(self) -> Iterator[tuple[str, str, int]]:
+    def __iter__(self) -> Iterator[HoldKey]:
         """The keys of all held requests."""
         return iter(list(self._by_key))
 

@@ -15,20 +15,18 @@ from quartet_bus.service import Service
 from quartet_core import dispatch as steps
 from quartet_core import openai
 from quartet_core.dispatch import Half, Stage
-from quartet_core.hold import HoldQueue
+from quartet_core.hold import HoldKey, HoldQueue
 from quartet_core.openai import Refused
 from quartet_core.pairing import handshake
 from quartet_core.plan import Decision, Plan, Reason
 from quartet_core.routing import Routing
+from quartet_core.turns import Turns
 from quartet_router import orders
 from quartet_router.dryrun import DryRun
 from quartet_router.explain import Explanations
 from quartet_router.figures import Figures
 from quartet_router.flight import Flight, Flights
 from quartet_router.voice import Voice
-
-_REVIEWED = 16
-"""Held requests of a model that one review decides anew, first ones first."""
 
 _RETRY_AFTER_S = 1.0
 
@@ -64,6 +62,7 @@ class Desk:
         """Names this router's transfers: a restarted one under the same name must not use a former life's again."""
         self._review_due = False
         self.holds = HoldQueue(max_requests=config.router.hold_max_requests, max_bytes=config.router.hold_max_bytes)
+        self._turns = Turns(self, routing, self.holds)
 
     def now_ms(self) -> float:
         """The service's clock in milliseconds."""
@@ -72,12 +71,10 @@ class Desk:
     # From arrival to dispatch
 
     def take(self, flight: Flight) -> None:
-        """A new flight: send it, hold it, or refuse it.
-
-        One that would go to a worker for which others wait takes its place among them. Whoever waits for another
-        worker does not stand in its way.
-        """
-        self._decide(flight, behind_others=len(self.holds) > 0)
+        """A new flight: send it, hold it, or refuse it, unless it came too late."""
+        if not self._late(flight):
+            self._turns.newcomer(flight)
+            self._review_what_freed()
 
     def act(self, flight: Flight, actions: list[steps.Action]) -> None:
         """Carry out what a flight's state machine asks for."""
@@ -91,7 +88,8 @@ class Desk:
                 self._figures.retried()
                 self._tell_retry(flight, action)
                 self._flights.lifted(flight)
-                self._decide(flight)
+                if not self._late(flight):
+                    self._turns.again(flight)
             else:
                 self._release(flight)
                 self._flights.remove(flight)
@@ -122,25 +120,9 @@ class Desk:
         self._voice.event(flight, Phase.REJECTED, self.now_ms(), reason=reason, code=error.status)
         self.act(flight, flight.dispatch.failed(error))
 
-    def _decide(self, flight: Flight, *, behind_others: bool = False) -> None:
-        now_ms = self.now_ms()
-        if flight.deadline_at_ms and now_ms >= flight.deadline_at_ms:
-            self.fail(flight, openai.late())
-            return
-        decision, took_us = self._decision(flight, now_ms)
-        hold = decision.hold or decision.reason is Reason.ALL_BUSY
-        overtakes = behind_others and not hold and decision.plan is not None and self._claimed(decision.plan.prefill)
-        if (hold or overtakes) and self._may_hold(flight, now_ms) and self._hold(flight, decision.plan):
-            if overtakes:
-                self._review(flight.model)
-        else:
-            self._follow(flight, decision)
-        self._account(flight, decision, took_us, now_ms)
-
-    def _decision(self, flight: Flight, now_ms: float) -> tuple[Decision, float]:
-        """The decision, and how many us of the process's clock it took. Whoever asks for it acts on it first, and has
-        it accounted for then: nothing of that is on a request's way."""
-        ask = flight.ask
+    def decide(self, flight: Flight) -> Decision:
+        """As ``turns.Desk.decide``."""
+        ask, now_ms = flight.ask, self.now_ms()
         ask.waited_ms = now_ms - flight.arrived_ms
         moves = self._routing.links.live(now_ms) and not ask.embeds
         # A retry goes to one worker, if any can do all of it: what failed may be whatever moves KV.
@@ -148,11 +130,7 @@ class Desk:
         ask.plans_split = self._router.split and moves and not self._gives_up_splitting(flight)
         ask.plans_fetch = self._router.fetch and moves and not ask.whole_first
         ask.at_ms = now_ms
-        ask.excluded = 0
-        for worker in flight.dispatch.excluded:
-            slot = self._routing.fleet.slot_of(worker)
-            if slot is not None:
-                ask.excluded |= 1 << slot
+        ask.excluded = self._routing.fleet.plane_of(flight.dispatch.excluded)
         started_ns = time.perf_counter_ns()
         try:
             decision = self._routing.decide(ask)
@@ -162,16 +140,23 @@ class Desk:
             if self._may_log():
                 self._service.log.exception("policy failed", policy=self._routing.policy.name, exc_info=error)
             decision = Decision(reason=Reason.POLICY_FAILED)
-        took_us = (time.perf_counter_ns() - started_ns) / 1e3
+        flight.decided_us = (time.perf_counter_ns() - started_ns) / 1e3
         if self.dry_run.policy and flight.decision is None:
             self.dry_run.note(ask, decision)
         flight.decision = decision
-        return decision, took_us
+        return decision
 
-    def _account(self, flight: Flight, decision: Decision, took_us: float, now_ms: float) -> None:
-        """Count a decision, and keep it to be explained."""
-        self._figures.decided(decision, took_us)
-        self._explanations.note(flight, decision, self._routing.policy.name, now_ms)
+    def _account(self, flight: Flight, decision: Decision) -> None:
+        """Count a decision, and keep it to be explained: once it was acted on, so that no request waits for it."""
+        self._figures.decided(decision, flight.decided_us)
+        self._explanations.note(flight, decision, self._routing.policy.name, self.now_ms())
+
+    def _late(self, flight: Flight) -> bool:
+        """Whether the flight's deadline has passed; then it is refused."""
+        late = 0.0 < flight.deadline_at_ms <= self.now_ms()
+        if late:
+            self.fail(flight, openai.late())
+        return late
 
     def _gives_up_splitting(self, flight: Flight) -> bool:
         """Whether KV did not arrive and this is the last try: then rather one half does all, where that is allowed."""
@@ -184,11 +169,16 @@ class Desk:
             self._figures.held_ms.observe(self.now_ms() - flight.held_at_ms)
             flight.held_at_ms = 0.0
 
-    def _follow(self, flight: Flight, decision: Decision) -> None:
+    def go(self, flight: Flight, decision: Decision) -> None:
+        """As ``turns.Desk.go``."""
         self._left_hold(flight)
         if decision.plan is not None:
             self._send(flight, decision.plan)
-            return
+        else:
+            self._refuse(flight, decision)
+        self._account(flight, decision)
+
+    def _refuse(self, flight: Flight, decision: Decision) -> None:
         model = flight.model
         if decision.reason is Reason.TOO_LONG:
             self.fail(
@@ -220,17 +210,12 @@ class Desk:
         """Holds whose time is over leave for the best worker there is, or are refused."""
         now_ms = self.now_ms()
         for held in self.holds.due(now_ms):
-            flight = self._flights.get(held.key)
-            self._unhold(held.key)
+            flight = self.unhold(held.key)
             if flight is None:
                 continue
             self._figures.holds_expired.inc()
-            if flight.deadline_at_ms and now_ms >= flight.deadline_at_ms:
-                self.fail(flight, openai.late())
-            else:
-                decision, took_us = self._decision(flight, now_ms)
-                self._follow(flight, decision)
-                self._account(flight, decision, took_us, now_ms)
+            if not self._late(flight):
+                self.go(flight, self.decide(flight))
 
     def say_alive(self) -> None:
         """Four times a second: tell clients whose requests wait that they do, if they were not told for a while."""
@@ -247,21 +232,17 @@ class Desk:
             if flight.dispatch.stage is not Stage.HELD and 0.0 < flight.expires_ms < now_ms:
                 self.fail(flight, openai.upstream("The end of the answer was never heard.", "stream_lost"))
 
-    def _claimed(self, slot: int) -> bool:
-        """Whether held requests wait for this worker, here or at another replica."""
-        return self._routing.board.loads[slot].reserved_ms > 0.0
-
-    def _may_hold(self, flight: Flight, now_ms: float) -> bool:
-        return not flight.no_hold and now_ms < flight.arrived_ms + self._router.hold_max_ms
-
-    def _hold(self, flight: Flight, plan: Plan | None) -> bool:
+    def hold(self, flight: Flight, decision: Decision) -> bool:
+        """As ``turns.Desk.hold``."""
         now_ms = self.now_ms()
         until_ms = flight.arrived_ms + self._router.hold_max_ms
         if flight.deadline_at_ms:
             until_ms = min(until_ms, flight.deadline_at_ms)
+        if flight.no_hold or until_ms <= now_ms:
+            return False
         if flight.dispatch.stage is not Stage.HELD:
             flight.lag_ms = self.holds.backlog_ms(flight.tenant)
-        if until_ms <= now_ms or not self.holds.put(
+        if not self.holds.put(
             flight.key,
             flight.model,
             priority=flight.priority,
@@ -278,8 +259,9 @@ class Desk:
             flight.held_at_ms = now_ms
             flight.dispatch.held()
             self._voice.held(flight, until_ms - now_ms, now_ms)
-        if plan is not None:
-            self._reserve(flight, plan, until_ms - now_ms)
+        if decision.plan is not None:
+            self._reserve(flight, decision.plan, until_ms - now_ms)
+        self._account(flight, decision)
         return True
 
     def _reserve(self, flight: Flight, plan: Plan, remaining_ms: float) -> None:
@@ -290,54 +272,29 @@ class Desk:
         self._routing.sent(flight.ledger_keys, plan, flight.ask, self.now_ms(), reserved_for_ms=remaining_ms)
         self._voice.note(flight, LedgerAction.RESERVED, plan, self._routing.ledger, remaining_ms)
 
-    def _unhold(self, key: tuple[str, str, int]) -> None:
-        """End a hold and its reservation."""
+    def unhold(self, key: HoldKey) -> Flight | None:
+        """As ``turns.Desk.unhold``."""
         held = self.holds.take(key)
         flight = self._flights.get(key)
         if held is None or flight is None:
-            return
+            return None
         now_ms = self.now_ms()
         for ledger_key in flight.ledger_keys.values():
             self._routing.ended(ledger_key, 0, now_ms)
         flight.ledger_keys = {}
+        return flight
 
     def _review_freed(self) -> None:
         self._review_due = False
         freed = list(self._routing.freed)
         self._routing.freed.clear()
         for model in freed:
-            self._review(model)
+            self._turns.review(model)
+        self._review_what_freed()
 
-    def _review(self, model: str) -> None:
-        """Decide the first held requests of ``model`` anew, in their order. One that would take a worker for which a
-        request before it waits goes on waiting, too; stop when no worker takes any work."""
-        waited_for: set[int] = set()
-        sent = False
-        for held in self.holds.first(model, _REVIEWED):
-            flight = self._flights.get(held.key)
-            self._unhold(held.key)
-            if flight is None:
-                continue
-            now_ms = self.now_ms()
-            decision, took_us = self._decision(flight, now_ms)
-            plan = decision.plan
-            claimed = plan is not None and plan.prefill in waited_for
-            if (
-                (decision.hold or claimed or decision.reason is Reason.ALL_BUSY)
-                and self._may_hold(flight, now_ms)
-                and self._hold(flight, plan)
-            ):
-                self._account(flight, decision, took_us, now_ms)
-                if plan is None:
-                    return
-                waited_for.add(plan.prefill)
-            else:
-                sent = True
-                self._follow(flight, decision)
-                self._account(flight, decision, took_us, now_ms)
-        if sent and not waited_for and self.holds.first(model, 1):
-            # All that were looked at left, and workers may have room for more of them.
-            self._routing.freed[model] = None
+    def _review_what_freed(self) -> None:
+        """A review may leave more to be done, which is for later: messages come first."""
+        if self._routing.freed:
             self.review_soon()
 
     # Sending
@@ -445,5 +402,5 @@ class Desk:
 
     def _release(self, flight: Flight) -> None:
         if flight.key in self.holds:
-            self._unhold(flight.key)
+            self.unhold(flight.key)
         self._left_hold(flight)

@@ -4,11 +4,9 @@ from collections.abc import Iterator
 
 from quartet_bus.messages import StreamId
 from quartet_core.dispatch import Dispatch, Stage
+from quartet_core.hold import HoldKey
 from quartet_core.ledger import Key as LedgerKey
 from quartet_core.plan import Ask, Decision
-
-FlightKey = tuple[str, str, int]
-"""(tenant, request id, attempt)."""
 
 
 class Flight:
@@ -18,9 +16,9 @@ class Flight:
     """
 
     __slots__ = (
-        "arrival", "arrived_ms", "ask", "attempt", "body", "deadline_at_ms", "decision", "dispatch", "expires_ms",
-        "frames_at_ms", "held_at_ms", "id", "inbox", "lag_ms", "ledger_keys", "model", "no_hold", "priority", "salt",
-        "session", "streams", "tenant", "transfer",
+        "arrival", "arrived_ms", "ask", "attempt", "body", "deadline_at_ms", "decided_us", "decision", "dispatch",
+        "expires_ms", "frames_at_ms", "held_at_ms", "id", "inbox", "lag_ms", "ledger_keys", "model", "no_hold",
+        "priority", "salt", "session", "streams", "tenant", "transfer",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +43,8 @@ class Flight:
         self.salt = salt
         self.streams = streams
         self.decision: Decision | None = None
+        self.decided_us = 0.0
+        """What that decision took, by the process's clock."""
         self.transfer = ""
         self.held_at_ms = 0.0
         self.expires_ms = 0.0
@@ -55,7 +55,7 @@ class Flight:
         self.ledger_keys: dict[int, LedgerKey] = {}
 
     @property
-    def key(self) -> FlightKey:
+    def key(self) -> HoldKey:
         """What tells this flight from all others."""
         return (self.tenant, self.id, self.attempt)
 
@@ -79,8 +79,8 @@ class Flights:
     """All flights of a router, found by key, by request, by worker and by transfer."""
 
     def __init__(self) -> None:
-        self._by_key: dict[FlightKey, Flight] = {}
-        self._by_worker: dict[str, dict[FlightKey, Flight]] = {}
+        self._by_key: dict[HoldKey, Flight] = {}
+        self._by_worker: dict[str, dict[HoldKey, Flight]] = {}
         self._by_transfer: dict[str, Flight] = {}
         self.body_bytes = 0
         self._arrivals = 0
@@ -101,7 +101,7 @@ class Flights:
         self.body_bytes += len(flight.body or b"")
         return True
 
-    def get(self, key: FlightKey) -> Flight | None:
+    def get(self, key: HoldKey) -> Flight | None:
         """The flight with ``key``."""
         return self._by_key.get(key)
 

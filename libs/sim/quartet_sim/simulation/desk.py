@@ -1,22 +1,21 @@
 """The router's desk, simulated: core decides, holds and keeps the ledger; here is when it is asked, and what follows.
 
-The rules are those of ``quartet_router.desk``: a hold leaves earliest deadline first, when a worker with less than its
-hold-ahead work is heard of, or when its time is over; who comes later does not overtake those that wait for the same
-worker; retries exclude workers that were tried, and never split.
+Who is decided when is up to ``quartet_core.turns``, as at the router's. A retry excludes workers that were tried, and
+splits only where no worker can do all of it.
 """
 
 from collections.abc import Callable
 
-from quartet_core.hold import HoldQueue
+from quartet_core.hold import HoldKey, HoldQueue
 from quartet_core.lengths import OutputLengths
-from quartet_core.plan import Ask, Decision, Plan, Reason
+from quartet_core.plan import Ask, Decision, Plan
 from quartet_core.routing import Routing
-from quartet_sim.simulation.flight import Flight, HoldKey
+from quartet_core.turns import Turns
+from quartet_sim.simulation.flight import Flight
 from quartet_sim.simulation.sketches import sketch
 from quartet_sim.simulation.spec import Request, Settings
 from quartet_sim.simulation.timeline import Timeline
 
-_REVIEWED = 16  # as the router's
 _MOST = 0.9
 _HOLD_MAX_REQUESTS = 4096
 _BODY_BYTES_PER_TOKEN = 4
@@ -35,6 +34,7 @@ class Desk:
         self.holds = HoldQueue(max_requests=_HOLD_MAX_REQUESTS, max_bytes=_HOLD_MAX_BYTES)
         self.decisions = 0
         self.held = 0
+        self._turns = Turns(self, routing, self.holds)
         self._settings = settings
         self._timeline = timeline
         self._send = send
@@ -60,7 +60,7 @@ class Desk:
 
     def take(self, flight: Flight) -> None:
         """Send it, hold it, or refuse it."""
-        self._decide(flight, behind_others=len(self.holds) > 0)
+        self._turns.newcomer(flight)
         self.look()
 
     def again(self, flight: Flight) -> None:
@@ -68,7 +68,7 @@ class Desk:
         if flight.try_ >= self._settings.max_tries:
             self._refuse(flight, "failed")
             return
-        self._decide(flight)
+        self._turns.again(flight)
 
     def look(self) -> None:
         """Look at held requests again if a worker of theirs freed. To be called after every message to the router."""
@@ -83,60 +83,40 @@ class Desk:
             models = list(freed)
             freed.clear()
             for model in models:
-                self._review(model)
+                self._turns.review(model)
         self._reviewing = False
 
     def drop(self, flight: Flight) -> None:
         """The flight is over: end its hold, if it is held."""
         if flight.held:
-            self._unhold(flight)
+            self.unhold(flight.key)
 
-    def _decide(self, flight: Flight, *, behind_others: bool = False) -> None:
-        decision = self._decision(flight)
-        hold = decision.hold or decision.reason is Reason.ALL_BUSY
-        overtakes = behind_others and not hold and decision.plan is not None and self._claimed(decision.plan.prefill)
-        if (hold or overtakes) and self._may_hold(flight) and self._hold(flight, decision.plan):
-            if overtakes:
-                self._review(flight.request.model)
-            return
-        self._follow(flight, decision)
-
-    def _decision(self, flight: Flight) -> Decision:
+    def decide(self, flight: Flight) -> Decision:
+        """As ``turns.Desk.decide``."""
         self.decisions += 1
         ask, now_ms, routing = flight.ask, self._timeline.now_ms, self.routing
         ask.waited_ms = now_ms - flight.arrived_ms
-        moves = not flight.try_
-        ask.plans_split = self._settings.split and moves
-        ask.plans_fetch = self._settings.fetch and moves
+        ask.whole_first = flight.try_ > 0
+        ask.plans_split = self._settings.split
+        ask.plans_fetch = self._settings.fetch and not ask.whole_first
         ask.at_ms = now_ms
-        ask.excluded = 0
-        for worker in flight.tried:
-            slot = routing.fleet.slot_of(worker)
-            if slot is not None:
-                ask.excluded |= 1 << slot
-        decision = routing.decide(ask)
-        if decision.plan is None and flight.try_ and self._settings.split:
-            ask.plans_split = True
-            decision = routing.decide(ask)
-        return decision
+        ask.excluded = routing.fleet.plane_of(flight.tried)
+        return routing.decide(ask)
 
-    def _follow(self, flight: Flight, decision: Decision) -> None:
+    def go(self, flight: Flight, decision: Decision) -> None:
+        """As ``turns.Desk.go``."""
         if decision.plan is None:
             self._refuse(flight, decision.reason.value)
             return
         flight.try_ += 1
         self._send(flight, decision.plan)
 
-    def _claimed(self, slot: int) -> bool:
-        return self.routing.board.loads[slot].reserved_ms > 0.0
-
-    def _may_hold(self, flight: Flight) -> bool:
-        settings = self._settings
-        return settings.hold and self._timeline.now_ms < flight.arrived_ms + settings.hold_max_ms
-
-    def _hold(self, flight: Flight, plan: Plan | None) -> bool:
+    def hold(self, flight: Flight, decision: Decision) -> bool:
+        """As ``turns.Desk.hold``."""
         now_ms = self._timeline.now_ms
         until_ms = flight.arrived_ms + self._settings.hold_max_ms
+        if not self._settings.hold or until_ms <= now_ms:
+            return False
         request = flight.request
         first = flight.held_ms < 0.0
         if first:
@@ -159,49 +139,28 @@ class Desk:
             flight.held_ms = now_ms
             self.held += 1
             self._timeline.at(until_ms, self._overdue, flight)
+        plan = decision.plan
         if plan is not None and self._settings.ledger:
             worker = self.routing.fleet.at(plan.prefill)
             flight.keys = {plan.prefill: flight.ledger_key(flight.try_ + 1, worker.id, worker.incarnation)}
             self.routing.sent(flight.keys, plan, flight.ask, now_ms, reserved_for_ms=until_ms - now_ms)
         return True
 
-    def _overdue(self, flight: Flight) -> None:
-        if flight.held:
-            self._unhold(flight)
-            self._follow(flight, self._decision(flight))
-            self.look()
-
-    def _unhold(self, flight: Flight) -> None:
-        self.holds.take(flight.key)
-        del self._flights[flight.key]
+    def unhold(self, key: HoldKey) -> Flight | None:
+        """As ``turns.Desk.unhold``."""
+        flight = self._flights.pop(key, None)
+        if flight is None:
+            return None
+        self.holds.take(key)
         flight.held = False
         now_ms = self._timeline.now_ms
-        for key in flight.keys.values():
-            self.routing.ended(key, 0, now_ms)
+        for ledger_key in flight.keys.values():
+            self.routing.ended(ledger_key, 0, now_ms)
         flight.keys = {}
+        return flight
 
-    def _review(self, model: str) -> None:
-        """Decide the first held requests of ``model`` anew, in their order; see ``quartet_router.desk``."""
-        waited_for: set[int] = set()
-        sent = False
-        for held in self.holds.first(model, _REVIEWED):
-            flight = self._flights.get(held.key)
-            if flight is None:
-                continue
-            self._unhold(flight)
-            decision = self._decision(flight)
-            plan = decision.plan
-            claimed = plan is not None and plan.prefill in waited_for
-            if (
-                (decision.hold or claimed or decision.reason is Reason.ALL_BUSY)
-                and self._may_hold(flight)
-                and self._hold(flight, plan)
-            ):
-                if plan is None:
-                    return
-                waited_for.add(plan.prefill)
-            else:
-                sent = True
-                self._follow(flight, decision)
-        if sent and not waited_for and self.holds.first(model, 1):
-            self.routing.freed[model] = None  # all left, and workers may have room for more
+    def _overdue(self, flight: Flight) -> None:
+        if flight.held:
+            self.unhold(flight.key)
+            self.go(flight, self.decide(flight))
+            self.look()

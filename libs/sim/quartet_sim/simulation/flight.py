@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from quartet_core.hold import HoldKey
 from quartet_core.ledger import Key
 from quartet_core.plan import Ask
 from quartet_sim.simulation.spec import Request
@@ -9,9 +10,6 @@ from quartet_sim.simulation.work import Work
 
 if TYPE_CHECKING:
     from quartet_sim.simulation.site import Site
-
-HoldKey = tuple[str, str, int]
-"""(tenant, request, attempt): how a hold queue knows a request."""
 
 
 class Job(NamedTuple):
@@ -51,6 +49,11 @@ class Flight:
         self.ended_ms = -1.0
         self.cached_tokens = 0
         self.outcome = ""
+
+    @property
+    def model(self) -> str:
+        """The model that it asks for."""
+        return self.request.model
 
     def ledger_key(self, try_: int, worker: str, incarnation: int) -> Key:
         """The key of a try of this request on a worker."""
