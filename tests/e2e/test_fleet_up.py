@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +111,14 @@ def test_a_process_that_dies_is_named_and_ctrl_c_leaves_nothing_behind(up: Up):
     assert up.stop() == 0
     assert processes_of(up.directory) == {}
     assert not up.directory.exists()
+
+
+def test_a_fleet_that_is_killed_leaves_no_process_behind(tmp_path: Path):
+    up = Up(tmp_path / "run")
+    assert len(processes_of(up.directory)) >= 11
+    up.process.kill()
+    up.process.wait(timeout=30)
+    end_s = time.monotonic() + 30
+    while left := processes_of(up.directory):
+        assert time.monotonic() < end_s, left
+        time.sleep(0.1)

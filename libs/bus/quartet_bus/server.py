@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from quartet_bus.bus import BusError
 from quartet_bus.logs import logger
 from quartet_bus.memory import MAX_PAYLOAD_BYTES
+from quartet_bus.orphans import follow_parent
 
 _log = logger()
 
@@ -116,6 +117,7 @@ class NatsServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=follow_parent(),
             )
         try:
             async with asyncio.timeout(START_TIMEOUT_S):

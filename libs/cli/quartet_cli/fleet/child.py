@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from quartet_bus.orphans import follow_parent
+
 _LAST_LINES = 8
 _LAST_LINE_CHARS = 400
 _LAST_BYTES = 16 * 1024
@@ -16,7 +18,7 @@ _LAST_BYTES = 16 * 1024
 class Child:
     """One Python module run as a process, in a session of its own: a Ctrl-C in the terminal reaches only us.
 
-    ``log`` takes its standard output and error.
+    ``log`` takes its standard output and error. It does not outlive us, even when we are killed (on Linux).
     """
 
     def __init__(self, name: str, module: str, arguments: list[str], *, env: Mapping[str, str], log: Path) -> None:
@@ -46,6 +48,7 @@ class Child:
                 stderr=log,
                 env=dict(self._env),
                 start_new_session=True,
+                preexec_fn=follow_parent(),
             )
 
     async def wait(self) -> int:
