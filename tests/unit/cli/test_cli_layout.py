@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from quartet_bus import catalogue
-from quartet_bus.config.load import load
+from quartet_bus.config.load import ConfigError, load
+from quartet_cli.fleet.launch import Fleet
 from quartet_cli.fleet.layout import NODES, FleetOptions, here, open_doors, parts_of, ring_path, shipped
 
 OPTIONS = FleetOptions(ports="any", routers=2, gateways=2, policy="round-robin")
@@ -90,3 +91,13 @@ def test_options_are_what_they_are_said_to_be_by_default():
         "configs": (),
     }
     assert all(isinstance(shipped(node), Path) and shipped(node).is_file() for node in NODES)
+
+
+async def test_a_wrong_value_is_told_even_where_the_fleet_has_its_own(tmp_path):
+    wrong = tmp_path / "mine.toml"
+    wrong.write_text("[nats]\nurl = 4222\n")
+    options = FleetOptions(directory=tmp_path / "run", ports="any", configs=(wrong,))
+    with pytest.raises(ConfigError, match=r"mine\.toml.*nats\.url"):
+        async with Fleet(options, lambda parts, waiting: None):
+            pass
+    assert not (tmp_path / "run").exists()

@@ -97,6 +97,7 @@ class Fleet:
 
     async def _start(self) -> None:
         options = self.options
+        load((shipped("fleet"), *options.configs), env={})  # what is wrong in a user's file, also where ours wins
         self.doors = open_doors(options)
         self._make_directory()
         if not options.nats_url:
