@@ -1,6 +1,16 @@
 """Runs that answer a client: a whole request, or the decode half of a split."""
 
-from quartet_agent.engines.base import BlocksFenced, EngineEvent, Failed, Finished, FirstToken, Output, Prefilled, Usage
+from quartet_agent.engines.base import (
+    BlocksFenced,
+    Computed,
+    EngineEvent,
+    Failed,
+    Finished,
+    FirstToken,
+    Output,
+    Prefilled,
+    Usage,
+)
 from quartet_agent.kv.arrivals import LeaseEnd
 from quartet_agent.runs import Run, RunPorts, RunState
 from quartet_agent.worker import HostedWorker
@@ -94,7 +104,7 @@ class AnswerRun(Run):
                     self._turn_back(reason, error.status if elsewhere else 503)
                 else:
                     self.fail(error, reason)
-            case Prefilled():
+            case Prefilled() | Computed():
                 raise AssertionError("an engine reported a prefill for an answer")
 
     def fail(self, error: Refused, reason: str) -> None:

@@ -5,10 +5,11 @@ its time on the link to its receiver, which all transfers there share (``quartet
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
 
 from quartet_agent.kv import wire
-from quartet_agent.kv.mover import Buffer, MoveError, MoveReason, Sent, Sink, chunks
+from quartet_agent.kv.mover import Blocks, MoveError, MoveReason, Sent, Sink, chunks
 from quartet_sim.sharing import SharedLink
 
 
@@ -91,7 +92,7 @@ class MemoryMover:
         return self._address
 
     async def send(
-        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[Buffer], chunk_bytes: int
+        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Blocks, chunk_bytes: int
     ) -> Sent:
         """As ``Mover.send``; the bytes returned are the blocks' alone."""
         sink = self._network.find(address)
@@ -99,14 +100,17 @@ class MemoryMover:
             raise MoveError(MoveReason.CONNECTION, f"nobody listens on {address}", opened=False)
         intake = sink.open(transfer, epoch, secret)
         sent_bytes = 0
-        for first_block, group in chunks(blocks, chunk_bytes):
-            header = wire.ChunkHeader(wire.encode_chunk(first_block, group))
-            await self._network.cross(address, header.payload_bytes)
-            if self._network.find(address) is not sink:
-                raise MoveError(MoveReason.CONNECTION, f"{address} went away")
-            header.compare(group)
-            intake.take(first_block, group)
-            sent_bytes += header.payload_bytes
+        async with aclosing(chunks(blocks, chunk_bytes)) as parts:
+            async for first_block, group in parts:
+                if not group:
+                    continue
+                header = wire.ChunkHeader(wire.encode_chunk(first_block, group))
+                await self._network.cross(address, header.payload_bytes)
+                if self._network.find(address) is not sink:
+                    raise MoveError(MoveReason.CONNECTION, f"{address} went away")
+                header.compare(group)
+                intake.take(first_block, group)
+                sent_bytes += header.payload_bytes
         intake.complete()
         return Sent(sent_bytes)
 
