@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 from quartet_core.load import Load
 from quartet_core.plan import Ask, Candidates, Decision, Plan, Reason
 from quartet_core.planes import slots
-from quartet_core.policy.base import Policy, lateness
+from quartet_core.policy.base import Policy, kv_wait_ms, lateness
 from quartet_core.routing import PolicyOf
 
 _FIRSTS, _DECODERS = 6, 6
@@ -92,7 +92,8 @@ class Plain(Policy):
                 price = self.view.links.price_ms(worker.place, fleet.at(target).place, kv_bytes)
                 if price is None:
                     continue
-                ttft_ms = first_ms + price[0] + 0.5 * other.step_ms
+                wait_ms = kv_wait_ms(loads[slot], ask.prompt_tokens, cached_at.get(slot, 0), price[0])
+                ttft_ms = first_ms + wait_ms + 0.5 * other.step_ms
                 cost = self.weigh(ttft_ms / ask.ttft_ms, other.tpot_ms / ask.tpot_ms) + harm + kappa * other.harm
                 if cost < bound:
                     bound = cost
@@ -108,6 +109,7 @@ class Plain(Policy):
                         cost=cost,
                         kv_bytes=kv_bytes,
                         kv_ms=price[0],
+                        kv_wait_ms=wait_ms,
                     )
         return best
 

@@ -13,9 +13,8 @@ from typing import Protocol
 
 from quartet_agent.engines.base import KvPool
 from quartet_bus.messages import KvCommand, KvLease, StreamId, TransferReason, TransferReport
+from quartet_core.links import crossing_ms
 from quartet_core.transfer_words import KvLost, State
-
-_BYTES_PER_MS = 1e6  # of one GB/s
 
 
 class DepartureEnd(StrEnum):
@@ -37,8 +36,8 @@ class DepartureOwner(Protocol):
 
 
 def charged_ms(kv_bytes: int, gb_per_s: float, setup_ms: float) -> float:
-    """What the link takes for ``kv_bytes``: setup, then bytes over bandwidth (1 GB/s is 1e6 bytes a millisecond)."""
-    return setup_ms + (kv_bytes / (gb_per_s * _BYTES_PER_MS) if gb_per_s > 0 else 0.0)
+    """What the link takes for ``kv_bytes``; without a rate only the setup."""
+    return crossing_ms(gb_per_s, setup_ms, kv_bytes) if gb_per_s > 0 else setup_ms
 
 
 class Sending(Protocol):
