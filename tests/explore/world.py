@@ -518,11 +518,11 @@ class World:
         elif stuck := [t for t, state in self.nodes["p"].prefills.items() if state == "computing"]:
             self.prefill_fails(stuck[0])  # no room for it until its own deadline
         elif waiting := [request for request in self.requests.values() if not request.outcome]:
-            # Its plan, its dispatch or its outcome was lost: only the run's own deadline ends it.
+            # Its plan, or the word that it failed, was lost before anything was leased: its patience ends.
             assert self.harmed
-            unheard = waiting[0].transfer in self.unheard
-            assert unheard or not waiting[0].told, "announced, and the request did not hear it"
-            self._over(waiting[0], "failed", "error")
+            assert not self.nodes["d"].arrivals.holds("", waiting[0].transfer), "leased, and neither ended nor renewed"
+            assert waiting[0].half != "over", "it is over, and its client has not heard"
+            self._turn_back(waiting[0], "kv_expired")
         else:
             return False
         self.check()
