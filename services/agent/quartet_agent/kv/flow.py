@@ -60,10 +60,17 @@ class Charge:
         self._setup_ms = setup_ms
         self._size = int(kv_bytes / gb_per_s) if gb_per_s > 0 else 0
         self._link = link
-        self._wanted = 0.0  # shares of the whole: handed in, and through
-        self.over = 0.0
+        self._wanted = self._through = 0.0  # shares of the whole that were handed in, and that are over
+        self._crossing = 0.0  # up to which share is on the link, or has been
         self._more = asyncio.Event()
         self.clock = FlowClock(now_ms)
+
+    @property
+    def over(self) -> float:
+        """The share of the whole that the link has carried."""
+        if self._link is None or not self._size:
+            return self._through
+        return self._crossing - self._link.left_bytes(self) / self._size
 
     def reach(self, share: float) -> None:
         """Everything up to ``share`` of the whole is to be carried; 1 is the end."""
@@ -74,13 +81,14 @@ class Charge:
         """Until the whole is through."""
         self.clock.start()
         await asyncio.sleep(self._setup_ms / 1e3)
-        while self.over < 1.0:
-            if self._wanted > self.over:
+        while self._through < 1.0:
+            upto = self._wanted
+            if upto > self._through:
                 self.clock.start()
-                part, upto = self._wanted - self.over, self._wanted
+                self._crossing = upto
                 if self._link is not None:
-                    await self._link.cross(round(self._size * part))
-                self.over = upto
+                    await self._link.cross(round(self._size * (upto - self._through)), self)
+                self._through = upto
             else:
                 self.clock.stop()
                 self._more.clear()

@@ -5,7 +5,7 @@ its time on the link to its receiver, which all transfers there share (``quartet
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import aclosing
 
 from quartet_agent.kv import wire
@@ -47,14 +47,18 @@ class TimedLink:
     def __init__(self, shared: SharedLink, now_ms: Callable[[], float]) -> None:
         self._shared = shared
         self._now_ms = now_ms
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[Hashable, asyncio.Future[None]] = {}
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def cross(self, size_bytes: int) -> None:
-        """Until ``size_bytes`` are over."""
+    def left_bytes(self, name: Hashable) -> float:
+        """What of the crossing ``name`` is not over yet; 0 when none of that name is under way."""
+        return self._shared.left_bytes(name, self._now_ms())
+
+    async def cross(self, size_bytes: int, name: Hashable = None) -> None:
+        """Until ``size_bytes`` are over. ``name``, of at most one crossing at a time, is for whoever asks meanwhile."""
         self._number += 1
-        number = self._number
+        number = self._number if name is None else name
         self._waiting[number] = asyncio.get_running_loop().create_future()
         self._shared.begin(number, size_bytes, self._now_ms())
         self._look()
@@ -68,7 +72,7 @@ class TimedLink:
     def _look(self) -> None:
         now_ms = self._now_ms()
         for number in self._shared.finished(now_ms):
-            waits = self._waiting.get(number) if isinstance(number, int) else None
+            waits = self._waiting.get(number)
             if waits is not None and not waits.done():
                 waits.set_result(None)
         if self._timer is not None:

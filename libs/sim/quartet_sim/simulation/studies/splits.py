@@ -111,8 +111,7 @@ def _overlap_table(groups: Mapping[tuple[str, str], Sequence[Outcome]]) -> Table
             for overlap in ("no", "with"):
                 found = groups[f"{name}, {link}, {overlap} overlap", OURS]
                 means.append(sum(outcome.ttft_ms.mean for outcome in found) / len(found))
-                for time in ("p50", "p90", "mean"):
-                    row.append(mean_and_reach([getattr(outcome.ttft_ms, time) for outcome in found], 0))
+                row += [mean_and_reach([getattr(o.ttft_ms, of) for o in found], 0) for of in ("p50", "p90", "mean")]
             rows.append((*row, f"{100 * (means[1] / means[0] - 1):+.1f}"))
     rates = ", ".join(f"{rate:g}" for _, _, rate in HALVES.values())
     return Table(
