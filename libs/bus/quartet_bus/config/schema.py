@@ -124,7 +124,7 @@ class RouterSection(Section):
         "quartet_core.policy.block_cost:BlockCost",
     )
     kappa: NotNegativeFloat = 1.0
-    split_margin: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    split_margin: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.7
     split: bool = True
     fetch: bool = True
     split_without_prefill_worker: Literal["whole", "error"] = "whole"

@@ -204,7 +204,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     fetch: bool = True
     overlap: bool = True
     kappa: float = 1.0
-    split_margin: float = 1.0
+    split_margin: float = 0.7
     long_prompt_tokens: int = 4096
     long_context_tokens: int = 65_536
     long_prefill_ms: float = 3000.0

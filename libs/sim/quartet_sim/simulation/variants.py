@@ -23,8 +23,8 @@ class Plain(Policy):
     name: ClassVar[str] = "plain"
     holds: ClassVar[bool] = True
     splits: ClassVar[bool] = True
-    margin: ClassVar[float] = 1.0
-    """A split must cost less than this share of the best whole plan."""
+    margin: ClassVar[float] = 0.0
+    """A split must cost less than this share of the best whole plan; 0 takes the router's."""
 
     def weigh(self, early: float, often: float) -> float:
         """Two ratios of prediction to target as one number."""
@@ -59,7 +59,8 @@ class Plain(Policy):
         if equals:
             slot = self.spread(equals, 0)
             plan = self.whole_plan(ask, slot, cached_at.get(slot, 0), least)
-        plan = self._split(ask, candidates, sorted(firsts)[:_FIRSTS], cached_at, least * self.margin) or plan
+        bound = least * (self.margin or self.view.split_margin)
+        plan = self._split(ask, candidates, sorted(firsts)[:_FIRSTS], cached_at, bound) or plan
         if plan is None:
             return Decision(reason=Reason.NO_PREFILL_WORKER, left=candidates.left)
         hold = loads[plan.prefill].queue_ms > loads[plan.prefill].kind.ahead_ms
@@ -117,13 +118,6 @@ class Plain(Policy):
         return [(slot, self.view.board.loads[slot]) for slot in slots(plane)]
 
 
-class ClearSplit(Plain):
-    """Splits only where that is clearly better: a split takes a link, and two workers."""
-
-    name: ClassVar[str] = "clear-split"
-    margin: ClassVar[float] = 0.7
-
-
 class Total(Plain):
     """TTFT/T + TPOT/P + κ·harm."""
 
@@ -153,6 +147,6 @@ class SquaresClearSplit(Squares):
 
 
 VARIANTS: Final = MappingProxyType[str, PolicyOf](
-    {variant.name: variant for variant in (Plain, ClearSplit, Total, Squares, SquaresClearSplit)}
+    {variant.name: variant for variant in (Plain, Total, Squares, SquaresClearSplit)}
 )
 """By name."""

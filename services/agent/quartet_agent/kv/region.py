@@ -1,5 +1,5 @@
-"""Memory with an address, for libraries that want one: mapped pages of our own, never a piece of a shared heap; and slots
-in it, on both sides, of a library that writes from one process's registered memory into another's.
+"""Memory with an address, for libraries that want one: mapped pages of our own, never a piece of a shared heap; and
+slots in it, on both sides, of a library that writes from one process's registered memory into another's.
 """
 
 import asyncio

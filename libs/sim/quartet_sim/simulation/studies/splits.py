@@ -33,7 +33,6 @@ halves are on hosts of their own, so every transfer takes the link between hosts
 LINKS: Final[Mapping[str, Settings]] = {
     "RoCE, 46.6 GB/s": _BASE,
     "TCP, 9 GB/s": structs.replace(_BASE, link="TCP", nic_gb_per_s=9.0),
-    "TCP, 1 GB/s": structs.replace(_BASE, link="TCP", nic_gb_per_s=1.0),
 }
 
 RULES: Final[Mapping[str, Settings]] = {
