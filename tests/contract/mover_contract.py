@@ -124,6 +124,34 @@ class MoverContract:
         await sender.send(lease.address, lease.secret, "x", lease.epoch, views, CHUNK_BYTES)
         assert receiver.memory.held["x"] == blocks
 
+    async def test_what_comes_to_be_while_it_is_sent_is_sent_as_it_comes(self, receiver, sender):
+        blocks, lease = prompt(40), receiver.lease()
+        seen = []
+
+        async def batches():
+            for first, last in ((0, 3), (3, 20), (20, 20), (20, 40)):
+                yield iter(blocks[first:last])
+                await settled(lambda last=last: len(receiver.memory.held["x"]) == last)
+                seen.append((last, receiver.state()))
+
+        sent = await sender.send(lease.address, lease.secret, "x", lease.epoch, batches(), CHUNK_BYTES)
+        assert receiver.memory.held["x"] == blocks
+        assert seen == [(last, State.MOVING) for last in (3, 20, 20, 40)]
+        assert receiver.state() == State.MOVED
+        assert sent.wire_bytes >= sum(map(len, blocks))
+
+    async def test_a_source_that_fails_in_mid_way_leaves_the_rest_unsent(self, receiver, sender):
+        lease = receiver.lease()
+
+        async def batches():
+            yield prompt(40)[:10]
+            raise BlocksFenced("x", "its prefill failed")
+
+        with pytest.raises(BlocksFenced):
+            await sender.send(lease.address, lease.secret, "x", lease.epoch, batches(), CHUNK_BYTES)
+        assert len(receiver.memory.held["x"]) <= 10
+        assert receiver.state() == State.MOVING
+
     @pytest.mark.parametrize(
         ("wrong", "reason"),
         [("secret", MoveReason.LEASE), ("transfer", MoveReason.LEASE), ("epoch", MoveReason.FENCED)],

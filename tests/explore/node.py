@@ -12,10 +12,11 @@ from quartet_agent.kv.commands import KvCommands
 from quartet_agent.kv.departures import DepartureEnd, Departures
 from quartet_bus.messages import Phase, StreamId
 from quartet_sim import content
-from quartet_sim.pool import KvPool
+from quartet_sim.pool import Fenced, KvPool
 
 BLOCK_TOKENS = 4
 LEASE_MS = 3_000.0
+KV_BYTES = 9_000_000
 ALIEN = 0xA11E
 """Content of blocks that somebody else took once they were free."""
 
@@ -133,6 +134,12 @@ class Socket:
     def cancel(self) -> None:
         self.broken = True
 
+    def grew(self) -> None:
+        pass
+
+    def left_bytes(self) -> int:
+        return KV_BYTES // 2  # nothing but a lane's figures follows from it, so all worlds say the same
+
 
 class Secrets:
     """Other secrets each time."""
@@ -153,6 +160,7 @@ class Owner:
 
     def departed(self, end: DepartureEnd) -> None:
         self.node.prefills[self.transfer] = "over"
+        self.node._stop_computing(self.transfer)
         status = {DepartureEnd.MOVED: "ok", DepartureEnd.RELEASED: "cancelled", DepartureEnd.CANCELLED: "cancelled"}
         self.node.world.phase(self.transfer, Phase.END, self.node, status.get(end, "error"))
 
@@ -175,6 +183,8 @@ class Node:
         self.commands = KvCommands({self.worker.id: self.worker}, self.arrivals, self.departures)
         self.sockets: list[Socket] = []
         self.prefills: dict[str, str] = {}
+        self.parts: dict[str, list[int]] = {}
+        """Blocks of prefills of which a part is computed: the engine's own, all but the last with their KV."""
         self.alien: list[int] = []
 
     def send(self, departures, departure, order) -> Socket:
@@ -194,21 +204,59 @@ class Node:
             )
             self.prefills[transfer] = "computing" if taken else "over"
 
+    def part(self, transfer: str) -> None:
+        """The engine has computed all but the last block; raises nothing without room: then it goes on waiting."""
+        blocks = self.pool.blocks.allocate(self.world.blocks)
+        if blocks is None:
+            return
+        for block, what in zip(blocks[:-1], contents(transfer, len(blocks)), strict=False):
+            self.pool.blocks.mark(block, what)
+        self.parts[transfer] = blocks
+        self.pool.grow(transfer, len(blocks) * BLOCK_TOKENS, blocks, len(blocks) - 1)
+        self.departures.grew(transfer)
+
+    def preempted(self, transfer: str) -> None:
+        """The engine takes the blocks of a prefill for somebody else, and will compute it again."""
+        blocks = self.parts.pop(transfer)
+        self.pool.grow(transfer, len(blocks) * BLOCK_TOKENS, [], 0)
+        self.pool.blocks.release(blocks)
+        self.kv.freed = True
+
+    def can_flow(self, socket: Socket) -> bool:
+        """Whether a send gets on: only with a next block, or at its end."""
+        index = socket.stage - 1
+        if socket.broken or index < 0 or self.departures.holds("", socket.transfer) is False:
+            return True
+        try:
+            there = self.pool.exportable(socket.transfer)
+        except Fenced:
+            return True  # it learns that there is nothing more
+        return there.whole or index < there.blocks
+
     def computed(self, transfer: str) -> None:
         """The engine is done; raises nothing when it has no room: then the prefill goes on waiting."""
-        blocks = self.pool.blocks.allocate(self.world.blocks)
+        blocks = self.parts.pop(transfer, None) or self.pool.blocks.allocate(self.world.blocks)
         if blocks is None:
             return
         for block, what in zip(blocks, contents(transfer, len(blocks)), strict=True):
             self.pool.blocks.mark(block, what)
         self.pool.pin(transfer, len(blocks) * BLOCK_TOKENS, blocks)
         self.prefills[transfer] = "kept"
+        self.world.whole.add((self.worker.incarnation, transfer))
         self.departures.pinned(transfer)
 
     def no_prefill(self, transfer: str, end: DepartureEnd) -> None:
         """It failed, or was cancelled."""
         self.prefills[transfer] = "over"
+        self._stop_computing(transfer)
         self.departures.failed(transfer, end, end.value)
+
+    def _stop_computing(self, transfer: str) -> None:
+        blocks = self.parts.pop(transfer, None)
+        self.pool.stop_growing(transfer)
+        if blocks is not None:
+            self.pool.blocks.release(blocks)
+            self.kv.freed = True
 
     def grab(self) -> None:
         """Somebody else's request takes whatever is free, and writes to it."""
@@ -227,6 +275,9 @@ class Node:
         kept = {name for name, state in self.prefills.items() if state == "kept"}
         assert {pin.transfer for pin in pool.pins()} == kept, "a pin without its prefill, or a prefill without its pin"
         held = [block for each in (*pool.leases(), *pool.pins()) for block in each.blocks] + self.alien
+        held += [block for blocks in self.parts.values() for block in blocks]
+        computing = {name for name, state in self.prefills.items() if state == "computing"}
+        assert set(self.parts) <= computing, "blocks of a prefill that is over"
         assert len(held) == len(set(held)), "a block is held twice"
         assert len(held) + pool.blocks.available == pool.blocks.total, "a block leaked"
         for each in (*self.arrivals._leases.values(), *self.departures._departures.values()):
@@ -238,6 +289,7 @@ class Node:
             self.worker.incarnation,
             self.commands._terms.highest,
             tuple(sorted(self.prefills.items())),
+            tuple(sorted(self.parts)),
             self.kv.freed,
             len(self.alien),
             self.arrivals._epoch,
@@ -247,7 +299,7 @@ class Node:
                 for lease in self.arrivals._leases.values()
             ),
             tuple(
-                (d.transfer, d.order and d.order.epoch, d.pinned, d.moved, d.owner is None, d.sending is None)
+                (d.transfer, d.order and d.order.epoch, d.begun, d.pinned, d.moved, d.owner is None, d.sending is None)
                 for d in self.departures._departures.values()
             ),
             tuple((s.transfer, s.epoch, s.stage, s.broken, s.intake is None) for s in self.sockets),

@@ -9,8 +9,9 @@ fail, clients that leave, deadlines, and the death of either agent or of the coo
 from dataclasses import dataclass, field
 from functools import cache
 
-from explore.node import BLOCK_TOKENS, LEASE_MS, Node, Socket, contents
+from explore.node import BLOCK_TOKENS, KV_BYTES, LEASE_MS, Node, Socket, contents
 
+from quartet_agent.engines.base import BlocksFenced
 from quartet_agent.kv.departures import DepartureEnd
 from quartet_agent.kv.mover import MoveError, MoveReason
 from quartet_bus import catalogue
@@ -121,6 +122,8 @@ class World:
         self.asks: list[Ask] = []
         self.watched: dict[str, TransferPlan] = {}
         self.requests: dict[str, Request] = {}
+        self.whole: set[tuple[int, str]] = set()
+        """Prompts that were computed to their end, each in which life of the source."""
         self.unheard: set[str] = set()
         """Transfers whose outcome was told and lost on its way to the router."""
         self.lanes = Lanes(KvSection(transfers_per_link=1))
@@ -133,7 +136,7 @@ class World:
 
     def _arrive(self, transfer: str, stream: StreamId) -> None:
         plan = TransferPlan(
-            transfer, TransferReason.SPLIT, stream, "llama", "p-0", 1, "d-0", 1, self.blocks * BLOCK_TOKENS, 9_000_000,
+            transfer, TransferReason.SPLIT, stream, "llama", "p-0", 1, "d-0", 1, self.blocks * BLOCK_TOKENS, KV_BYTES,
             DEADLINE_MS, router="router", tenant=TENANT,
         )  # fmt: skip
         self.requests[transfer] = Request(transfer, stream)
@@ -171,6 +174,7 @@ class World:
     # The decode half, as ``quartet_agent.answers`` has it ------------------------------------------------------------
 
     def committed(self, life: int, worker: str, transfer: str) -> None:
+        assert any(name == transfer for _, name in self.whole), "committed before it was computed"
         if self.requests[transfer].half == "read":
             self._reads(self.requests[transfer])
 
@@ -217,7 +221,13 @@ class World:
         for name, node in self.nodes.items():
             room = node.pool.blocks.available >= self.blocks
             found += [("computed", name, t) for t, state in node.prefills.items() if room and state == "computing"]
-            found += [("flow", name, index) for index in range(len(node.sockets))]
+            found += [
+                ("part", name, t)
+                for t, state in node.prefills.items()
+                if room and state == "computing" and t not in node.parts and self.blocks > 1
+            ]
+            found += [("computed", name, t) for t in node.parts if not room]
+            found += [("flow", name, i) for i, socket in enumerate(node.sockets) if node.can_flow(socket)]
             if node.kv.freed and node.pool.blocks.available:
                 found.append(("grab", name))
         found += [("begin", request.transfer) for request in self.requests.values() if request.half == "reading"]
@@ -237,13 +247,14 @@ class World:
             found += [("expire", name, index) for index in range(len(node.loop.timers))]
             found += [("break_off", name, index) for index in range(len(node.sockets))]
             found += [("prefill_fails", t) for t, state in node.prefills.items() if state == "computing"]
+            found += [("preempted", name, t) for t in node.parts]
             found.append(("dies", name))
         found += [("leaves", request.transfer) for request in self.requests.values() if not request.outcome]
         live = any(not entry.machine.announced for entry in self.conductor.book)
         found += [("tick", LEASE_NS // 3), ("tick", int(DEADLINE_MS * 1e6))] if live else []
         return [*found, *(("takeover", how) for how in ("heard", "unheard", "unplanned", "unreachable"))]
 
-    FREE = ("deliver", "computed", "flow", "grab", "begin")
+    FREE = ("deliver", "part", "computed", "flow", "grab", "begin")
 
     def step(self, name: str, *arguments) -> None:
         """Let one of `steps` happen, and check what must always hold."""
@@ -314,6 +325,12 @@ class World:
         self.conductor._roster = roster(*self.lives.values())
         self.conductor.gone([(worker, incarnation)])
 
+    def part(self, name: str, transfer: str) -> None:
+        self.nodes[name].part(transfer)
+
+    def preempted(self, name: str, transfer: str) -> None:
+        self.nodes[name].preempted(transfer)
+
     def computed(self, name: str, transfer: str) -> None:
         node = self.nodes[name]
         node.computed(transfer)
@@ -330,7 +347,7 @@ class World:
             return
         try:
             self._cross(node, socket)
-        except (MoveError, Fenced) as error:
+        except (MoveError, BlocksFenced) as error:
             node.sockets.pop(index)
             node.departures.unsendable(departure, str(error), 1.0)
             return
@@ -345,11 +362,12 @@ class World:
         if stage == 0:
             socket.intake = self.nodes["d"].arrivals.open(socket.transfer, socket.epoch, socket.secret)
         elif stage <= socket.total:
-            block = list(node.kv.export(socket.transfer))[stage - 1]
+            block = next(node.kv.export(socket.transfer, stage - 1))
             right = payload(contents(socket.transfer, socket.total)[stage - 1], BLOCK_TOKENS)
             assert block == right, "the source read blocks that were not its prompt's any more"
             socket.intake.take(stage - 1, [block])
         else:
+            assert node.kv.exportable(socket.transfer).whole, "the last word before all was computed"
             socket.intake.complete()
 
     def grab(self, name: str) -> None:
@@ -453,7 +471,8 @@ class World:
         for node in self.nodes.values():
             node.check()
         for lane in self.lanes:
-            assert lane.link.bytes_in_flight == lane.sending * 9_000_000, "bytes on a link that nobody sends"
+            assert 0 <= lane.link.bytes_in_flight <= lane.sending * KV_BYTES, "bytes on a link that nobody sends"
+            assert lane.trickling >= 0
         for entry in self.conductor.book:
             machine = entry.machine
             if machine.ended:
@@ -499,11 +518,11 @@ class World:
         elif stuck := [t for t, state in self.nodes["p"].prefills.items() if state == "computing"]:
             self.prefill_fails(stuck[0])  # no room for it until its own deadline
         elif waiting := [request for request in self.requests.values() if not request.outcome]:
-            # Its plan, its dispatch or its outcome was lost: only the run's own deadline ends it.
+            # Its plan, or the word that it failed, was lost before anything was leased: its patience ends.
             assert self.harmed
-            unheard = waiting[0].transfer in self.unheard
-            assert unheard or not waiting[0].told, "announced, and the request did not hear it"
-            self._over(waiting[0], "failed", "error")
+            assert not self.nodes["d"].arrivals.holds("", waiting[0].transfer), "leased, and neither ended nor renewed"
+            assert waiting[0].half != "over", "it is over, and its client has not heard"
+            self._turn_back(waiting[0], "kv_expired")
         else:
             return False
         self.check()
@@ -522,7 +541,7 @@ class World:
                 counts = ask in self.asks and ask.attempt == attempt
                 return (kind, *ask.label, reply.ok, reply.reason, reply.epoch) if counts else (kind,)
             case "progress":
-                return kind, rest[0].transfer, rest[0].state, rest[0].epoch
+                return kind, rest[0].transfer, rest[0].state, rest[0].epoch, rest[0].computing, rest[0].left_bytes
             case "phase":
                 event = rest[0]
                 return kind, event.stream.id, event.phase, event.worker, event.incarnation, event.status, event.reason
@@ -581,7 +600,10 @@ class World:
             tuple(self._entry_key(entry) for entry in conductor.book),
             tuple(conductor.book._history),
             tuple((ask, tuple(event.phase for event in kept[1])) for ask, kept in conductor._early.items()),
-            tuple((tuple(lane._sending), tuple(lane._waiting)) for lane in self.lanes),
+            tuple(
+                (tuple((name, s.trickles) for name, s in lane._sending.items()), tuple(lane._waiting))
+                for lane in self.lanes
+            ),
             tuple(node.key() for node in self.nodes.values()),
         )  # fmt: skip
 
@@ -590,7 +612,9 @@ class World:
         m = entry.machine
         renewals = tuple(m._asked_ns.items()), tuple(m._renewed_ns.items())
         holds = tuple(m._holds.values())
-        return entry.plan.transfer, m.state, m.epoch, m.ready, m.taken, m.moving, holds, renewals, entry.reserved_ns
+        settled = entry.trickled, entry.left_bytes, entry.settled_bytes
+        told = m.begun, m.ready, m.taken, m.moving
+        return entry.plan.transfer, m.state, m.epoch, told, holds, renewals, entry.reserved_ns, settled
 
 
 class _Direct:

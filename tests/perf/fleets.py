@@ -38,7 +38,7 @@ def facts(name: str, hardware: str, model: str = MODEL, *, tp: int = 1, **more: 
         id=name, ordinal=0, incarnation=1, hardware=hardware, model=model, precision="fp8", tp=tp,
         kv_tokens=known.kv_capacity_tokens(hardware, model, "fp8", tp), max_context=131_072, max_batch=256,
         chunk_tokens=2048, layout=layout, engine="simulated", engine_version="1",
-        capabilities=("export", "import", "reserve"), role="both", cordoned=False, adapters=(), root="",
+        capabilities=("export", "import", "reserve", "overlap"), role="both", cordoned=False, adapters=(), root="",
     )  # fmt: skip
     given.update(more)
     return SimpleNamespace(**given)
@@ -50,7 +50,7 @@ def routing(workers: list[Any], **more: Any) -> Routing:
     settings: dict[str, Any] = dict(
         policy="finish-time", links=LinkBook(500.0), long_context=("H100_SXM5",), long_prompt_tokens=1 << 20,
         long_context_tokens=1 << 20,
-        kappa=1.0, hold_ahead_chunks=2.0, affinity_rows=AFFINITY_ROWS, affinity_hashes=AFFINITY_HASHES,
+        kappa=1.0, split_margin=0.7, hold_ahead_chunks=2.0, affinity_rows=AFFINITY_ROWS, affinity_hashes=AFFINITY_HASHES,
         max_workers=20_000,
     )  # fmt: skip
     settings.update(more)

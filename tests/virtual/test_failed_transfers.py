@@ -80,6 +80,38 @@ def test_while_no_transfer_arrives_one_half_does_all_in_the_last_try():
     assert set(left_over) == {0}
 
 
+async def refused_unheard():
+    """The coordinator refuses the first plan, and the word that says so is lost."""
+    async with VirtualFleet(3, nodes=(node("p", "prefill"), node("d", "decode")),
+                            router={"long_prompt_tokens": 1 << 20}) as fleet:  # fmt: skip
+        await asyncio.sleep(1.0)
+        coordinator = next(service for service in fleet.services.values() if service.name == "coordinator")
+        plan, announce, lost = coordinator._conductor.plan, coordinator.announce, []
+
+        def refuse(told, heard_ns):
+            told.deadline_ms = 0.001 if not lost else told.deadline_ms
+            plan(told, heard_ns)
+
+        def mumble(report, failure):
+            if failure is not None and not lost:
+                lost.append(report)
+            else:
+                announce(report, failure)
+
+        coordinator._conductor.plan, coordinator.announce = refuse, mumble
+        begun = asyncio.get_running_loop().time()
+        async with await fleet.client.infer(MODEL, BODY) as answer:
+            async for _ in answer:
+                pass
+        return lost, asyncio.get_running_loop().time() - begun
+
+
+def test_a_plan_whose_refusal_nobody_heard_costs_a_retry_and_not_the_requests_own_deadline():
+    lost, took_s = run_virtual(refused_unheard())
+    assert [report.state for report in lost] == ["aborted"]
+    assert 1.5 < took_s < 2.5
+
+
 @pytest.mark.parametrize("requests", [1, 4])
 def test_where_halves_may_not_do_all_the_tries_end_in_one_clear_error(requests):
     answers, _, left_over, _ = run_virtual(pair(1_000, requests=requests, split_without_prefill_worker="error"))

@@ -515,8 +515,9 @@ class KvCommand(Struct):
     """A coordinator's command; ``term`` fences commands of coordinators that were replaced.
 
     RESERVE leases blocks for ``tokens`` on ``worker`` and answers with epoch, address and secret. MOVE tells the source
-    to send once the prompt is computed: to ``address``, presenting ``secret`` first, charging the link at ``gb_per_s``
-    after ``setup_ms`` for ``kv_bytes``. COMMIT makes the blocks readable on the target. RELEASE frees either side.
+    to send what is computed of the prompt, and the rest as it comes to be: to ``address``, presenting ``secret`` first,
+    charging the link at ``gb_per_s`` after ``setup_ms`` for ``kv_bytes``. COMMIT makes the blocks readable on the
+    target. RELEASE frees either side.
     """
 
     verb: KvVerb
@@ -570,6 +571,9 @@ class TransferReport(Struct):
     """How a transfer stands; on ``kv.progress``, ``kv.done`` and ``kv.failed``.
 
     ``state`` is a ``quartet_core.transfer.State`` value. ``wire_bytes`` crossed a socket, ``kv_bytes`` were charged.
+    ``took_ms`` is how long bytes flowed; ``overlap_ms`` of it passed while the source still computed, and waits for
+    more to be computed are in neither. ``computing`` says that it still does; when it is through, ``left_bytes`` of
+    ``kv_bytes`` were not over yet.
     """
 
     transfer: str
@@ -587,6 +591,9 @@ class TransferReport(Struct):
     link: str = ""
     detail: str = ""
     router: str = ""
+    overlap_ms: Finite = 0.0
+    computing: bool = False
+    left_bytes: Count = 0
 
 
 class LinkState(Struct, frozen=True, array_like=True):

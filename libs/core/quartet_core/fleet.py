@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from quartet_core.catalogue import HardwareClass
 from quartet_core.links import Place
-from quartet_core.pairing import EXPORT, LayoutFacts, Replica, lacking, place_of, why_not_pair
+from quartet_core.pairing import EXPORT, OVERLAP, LayoutFacts, Replica, lacking, place_of, why_not_pair
 from quartet_core.planes import FleetPlanes
 from quartet_core.profile import Profile
 from quartet_core.sightings import Sightings
@@ -75,6 +75,8 @@ class Kind(Struct):
     plane: int = 0
     targets: int = 0
     """Bit k: kind k takes KV from this one."""
+    overlaps: bool = False
+    """Whether the KV of ended chunks leaves these workers while the next ones are computed."""
 
     @property
     def lends(self) -> bool:
@@ -350,6 +352,7 @@ class Fleet:
             long_context=fact.hardware in self._long_context,
             facts=fact,
             ahead_ms=self._hold_ahead_chunks * profile.prefill_ms(0, fact.chunk_tokens),
+            overlaps=OVERLAP in fact.capabilities,
         )
         for other in [*self.kinds, kind]:
             for source, target in ((kind, other), (other, kind)):

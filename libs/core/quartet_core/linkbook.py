@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from quartet_core.links import LINK_CLASSES, LinkClass, Place, best_path, ceiling_gb_per_s
+from quartet_core.links import LINK_CLASSES, LinkClass, Place, best_path, ceiling_gb_per_s, crossing_ms
 
 
 class PricedLink(Struct):
@@ -71,4 +71,4 @@ class LinkBook:
         if link is None:
             link = self._links.get(("", "", path)) or self._defaults[path]
         gb_per_s = min(link.gb_per_s, ceiling_gb_per_s(path, source, target))
-        return link.setup_ms + (link.in_flight_bytes + kv_bytes) / (gb_per_s * 1e6), path
+        return crossing_ms(gb_per_s, link.setup_ms, kv_bytes, link.in_flight_bytes), path

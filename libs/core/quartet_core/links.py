@@ -173,15 +173,42 @@ def link_between(source: Place, target: Place, classes: Mapping[str, LinkClass] 
     return Link(path, rate, known.setup_ms, penalty)
 
 
-def transfer_ms(link: Link, transfer_bytes: int) -> float:
-    """When ``transfer_bytes`` would have arrived, behind all that is in flight now; 0 for nothing to move."""
+def crossing_ms(gb_per_s: float, setup_ms: float, transfer_bytes: int, ahead_bytes: int = 0) -> float:
+    """Setup, then ``ahead_bytes`` and ``transfer_bytes`` at ``gb_per_s``; 0 for nothing to move.
+
+    The one formula by which routers, coordinators and agents price a link.
+    """
     if transfer_bytes <= 0:
         return 0.0
-    return link.setup_ms + (link.bytes_in_flight + transfer_bytes) / (link.gb_per_s * _BYTES_PER_MS) * link.numa_penalty
+    return setup_ms + (ahead_bytes + transfer_bytes) / (gb_per_s * _BYTES_PER_MS)
+
+
+def transfer_ms(link: Link, transfer_bytes: int) -> float:
+    """When ``transfer_bytes`` would have arrived, behind all that is in flight now; 0 for nothing to move."""
+    return crossing_ms(link.gb_per_s / link.numa_penalty, link.setup_ms, transfer_bytes, link.bytes_in_flight)
+
+
+def left_after_prefill_ms(move_ms: float, last_share: float, meanwhile_ms: float) -> float:
+    """How long after a prefill's end its KV has arrived, when the KV of each chunk leaves as the chunk ends.
+
+    The whole would take ``move_ms`` on the link; ``last_share`` of it (0 to 1) comes with the last chunk, and
+    ``meanwhile_ms`` pass from the first chunk's end to the last's:
+
+        max(move_ms x last_share, move_ms - meanwhile_ms)
+
+    The link either kept up with the prefill (then the last chunk's part is left) or was busy from the first chunk's end
+    on (then what did not fit). Exact for chunks that take equally long, on a link whose rate does not change: the KV is
+    there at max over chunks i of (end of chunk i + what is left from i on), which is linear in i, so largest at an end.
+    With one chunk nothing overlaps, and all of ``move_ms`` is left.
+    """
+    return max(move_ms * last_share, move_ms - meanwhile_ms)
 
 
 class MoveChoice(Struct, frozen=True):
-    """Both prices of having a prefix's KV at a worker, and whether moving is the lower."""
+    """Both prices of having a prefix's KV at a worker, and whether moving is the lower.
+
+    ``move_ms`` and ``recompute_ms`` are each from now until the KV is there.
+    """
 
     move: bool
     move_ms: float
@@ -198,11 +225,18 @@ def cheaper_to_move(
     return choose(transfer_ms(link, transfer_bytes), profile, cached, new, drift)
 
 
-def choose(move_ms: float, profile: Profile, cached: int, new: int, drift: float = 1.0) -> MoveChoice:
-    """As `cheaper_to_move`, where what moving takes is known.
+def choose(
+    move_ms: float, profile: Profile, cached: int, new: int, drift: float = 1.0, *, lend_ms: float = 0.0,
+    wait_ms: float = 0.0,
+) -> MoveChoice:  # fmt: skip
+    """Move or recompute: what a router asks for a fetch and a coordinator for a plan, where what moving takes is known.
+
+    The KV of ``new`` tokens behind ``cached`` ones is there, moved, ``lend_ms`` (until its holder can send) +
+    ``move_ms`` (`crossing_ms`) from now; computed, ``wait_ms`` (until the worker gets to it) + drift x its prefill.
 
     The worker prefills in any case (a prompt's last token is never taken from a cache), so recomputing costs the
     prefill of these tokens without the constant ``a_ms``. On a tie nothing moves.
     """
-    recompute_ms = max(profile.prefill_ms(cached, new) - profile.a_ms, 0.0) * drift
-    return MoveChoice(move_ms < recompute_ms, move_ms, recompute_ms)
+    here_ms = lend_ms + move_ms
+    computed_ms = wait_ms + max(profile.prefill_ms(cached, new) - profile.a_ms, 0.0) * drift
+    return MoveChoice(here_ms < computed_ms, here_ms, computed_ms)

@@ -16,6 +16,10 @@ RESHARD = "reshard"
 EXPORT, IMPORT, RESERVE = "export", "import", "reserve"
 """Capabilities that a transfer needs: ``export`` of its source, ``import`` and ``reserve`` of its target."""
 
+OVERLAP = "overlap"
+"""Capability of a source whose engine can export the KV of a prompt's first chunks while it computes the next ones: a
+split's transfer then begins before its prefill ends. Without it all of a transfer comes after the prefill."""
+
 
 HANDSHAKE = "handshake:"
 """Capability of an engine that hands KV to its like by itself: ``handshake:<connector>``. Two workers that name the

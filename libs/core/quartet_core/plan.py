@@ -62,7 +62,8 @@ class Plan(Struct):
 
     ``prefill`` and ``decode`` are slots, equal unless the request is split. ``cached_tokens`` of the prompt are at
     ``prefill`` already. ``prefill_ms`` is predicted work on ``prefill``, ``ahead_ms`` the work before it there.
-    ``cost`` is the policy's own figure: less is better.
+    ``cost`` is the policy's own figure: less is better. ``kv_ms`` is what the KV takes on its link, ``kv_wait_ms`` how
+    much of that is left when a split's prefill ends.
 
     A plan that fetches has a ``source``: the slot that lends the KV of the first ``fetched_tokens`` tokens, a whole
     number of KV blocks; ``prefill_ms`` is then of the rest alone. ``fetch_wait_ms`` is how long it is worth waiting
@@ -80,6 +81,7 @@ class Plan(Struct):
     cost: float
     kv_bytes: int = 0
     kv_ms: float = 0.0
+    kv_wait_ms: float = 0.0
     source: int = -1
     fetched_tokens: int = 0
     fetch_wait_ms: float = 0.0

@@ -64,6 +64,7 @@ class Routing:
         long_prompt_tokens: int,
         long_context_tokens: int,
         kappa: float,
+        split_margin: float = 1.0,
         hold_ahead_chunks: float,
         affinity_rows: int,
         affinity_hashes: int,
@@ -95,7 +96,7 @@ class Routing:
         self._containment: Containment | None = None
         if contains:
             self._containment = Containment(self.fleet, self.ledger, long_ms=long_prefill_ms, share=long_prefill_share)
-        view = View(self.fleet, self.board, links, kappa=kappa, begin=begin)
+        view = View(self.fleet, self.board, links, kappa=kappa, split_margin=split_margin, begin=begin)
         self._policies = {name: make(view) for name, make in policies.items()}
         self.policy = self.known(policy)
         self._whole_without_pair = without_prefill_worker == "whole"

@@ -17,6 +17,9 @@ What it expects of an agent: commands to one agent arrive in order; RESERVE, MOV
 and are then answered as the first time; a lease that is not renewed expires by itself; a write or a commit under
 another epoch than the lease's is refused. So blocks come back even when every RELEASE is lost.
 
+A source may send while it still computes: it says so (`Begun`), may be told to move from then on, and only sends what
+is computed. It reports `Moved` when everything was, and has arrived; so nothing else about the way is different.
+
 Times are monotonic nanoseconds of the holder's clock.
 """
 
@@ -26,6 +29,7 @@ from quartet_core.transfer_words import (
     Action,
     Adopt,
     Announce,
+    Begun,
     Cancelled,
     Commit,
     Committed,
@@ -61,6 +65,7 @@ __all__ = [
     "Action",
     "Adopt",
     "Announce",
+    "Begun",
     "Cancelled",
     "Commit",
     "Committed",
@@ -120,6 +125,7 @@ class Transfer:
         "_holds",
         "_renewed_ns",
         "_secret",
+        "begun",
         "deadline_ns",
         "epoch",
         "failure",
@@ -139,6 +145,7 @@ class Transfer:
         self.lease_ns = lease_ns
         self.epoch = 0
         self.ready = ready
+        self.begun = ready
         self.taken = False
         self.moving = False
         self._address = ""
@@ -161,6 +168,11 @@ class Transfer:
     def ended(self) -> bool:
         """Whether nothing is left to do: announced, and no release is outstanding."""
         return self.announced and Hold.RELEASING not in self._holds.values()
+
+    @property
+    def trickles(self) -> bool:
+        """Whether it sends what its source computes, as that comes to be: the link is its own only now and then."""
+        return self.state is State.MOVING and self.moving and not self.ready
 
     @property
     def on_the_wire(self) -> bool:
@@ -199,8 +211,10 @@ class Transfer:
                 return self._abort(failure, detail)
             case MoveFailed(epoch=epoch, detail=detail):
                 return self._move_failed(epoch, detail)
+            case Begun():
+                self.begun = True
             case Ready():
-                self.ready = True
+                self.begun = self.ready = True
                 self._lease_runs(Side.SOURCE, now_ns)
             case Renewed(side=side, epoch=epoch):
                 if epoch == self.epoch and side in self._asked_ns:
@@ -235,8 +249,9 @@ class Transfer:
                 return [Move(self.epoch, self._address, self._secret)]
             case State.MOVING, MoveTaken():
                 self.taken = True
-            case State.MOVING, Moving(epoch=epoch) if epoch == self.epoch:
-                self.moving = True
+            case State.MOVING, Moving(epoch=epoch, more=more) if epoch == self.epoch:
+                self.begun = self.moving = True
+                self.ready = self.ready or not more
                 self._lease_runs(Side.SOURCE, now_ns)
             case State.MOVING, Moved(epoch=epoch) if epoch == self.epoch:
                 self.state = State.COMMITTING

@@ -6,9 +6,11 @@ from msgspec import Struct
 
 
 class State(StrEnum):
-    """Where a transfer is. Agents report ``MOVING`` and ``MOVED``; on ``MOVED`` the machine commits at once."""
+    """Where a transfer is. Agents report ``COMPUTING`` (a first part could be sent, and the rest is being computed),
+    ``MOVING`` and ``MOVED``; on ``MOVED`` the machine commits at once."""
 
     PLANNED = "planned"
+    COMPUTING = "computing"
     RESERVING = "reserving"
     RESERVED = "reserved"
     MOVING = "moving"
@@ -107,6 +109,10 @@ class Ready(Struct, frozen=True):
     """The source has computed what is to be moved."""
 
 
+class Begun(Struct, frozen=True):
+    """The source has computed a first part of what is to be moved, and goes on: it could send that meanwhile."""
+
+
 class Go(Struct, frozen=True):
     """The link has room: bytes may move."""
 
@@ -116,9 +122,10 @@ class MoveTaken(Struct, frozen=True):
 
 
 class Moving(Struct, frozen=True):
-    """The source began to send."""
+    """The source sends. With ``more`` it still computes a part of what is to be moved; without, it has all of it."""
 
     epoch: int
+    more: bool = False
 
 
 class Moved(Struct, frozen=True):
@@ -197,6 +204,7 @@ Event = (
     | Adopt
     | Reserved
     | Ready
+    | Begun
     | Go
     | MoveTaken
     | Moving

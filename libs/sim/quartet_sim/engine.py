@@ -14,6 +14,7 @@ from quartet_core.profile import Profile
 from quartet_sim.iteration import Backlog, Iteration, price
 from quartet_sim.job import (
     KV_MISMATCH,
+    Computed,
     EngineEvent,
     Failed,
     Finished,
@@ -31,6 +32,7 @@ from quartet_sim.sequence import EngineSequence, Place
 
 __all__ = [
     "KV_MISMATCH",
+    "Computed",
     "EngineEvent",
     "Failed",
     "Fenced",

@@ -69,6 +69,14 @@ class Prefilled(Struct, frozen=True, gc=False):
     gpu_ms: float
 
 
+class Computed(Struct, frozen=True, gc=False):
+    """A chunk of a ``prefill`` job's prompt ended, and more is to come: the KV of its first ``tokens`` tokens is there,
+    and can be exported as far as it fills blocks."""
+
+    job_id: str
+    tokens: int
+
+
 class Finished(Struct, frozen=True, gc=False):
     """Every token of the job was said before this. ``verified_blocks`` came by transfer and were found right.
 
@@ -103,4 +111,4 @@ class Preempted(Struct, frozen=True, gc=False):
     job_id: str
 
 
-EngineEvent = FirstToken | Token | Prefilled | Finished | Failed | Preempted
+EngineEvent = FirstToken | Token | Computed | Prefilled | Finished | Failed | Preempted

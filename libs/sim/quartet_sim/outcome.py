@@ -1,7 +1,7 @@
 """What an ended iteration brought: tokens, ends, failures; and where each of its sequences goes from there."""
 
 from quartet_sim.iteration import Backlog, Chunk, Iteration
-from quartet_sim.job import KV_MISMATCH, EngineEvent, Failed, Finished, FirstToken, Prefilled, Token
+from quartet_sim.job import KV_MISMATCH, Computed, EngineEvent, Failed, Finished, FirstToken, Prefilled, Token
 from quartet_sim.pool import KvPool
 from quartet_sim.schedule import Schedule
 from quartet_sim.sequence import EngineSequence, Place
@@ -81,6 +81,9 @@ class Outcome:
         remaining = sequence.goal - sequence.computed
         self._backlog.put(sequence, sequence.computed, remaining)
         if remaining:
+            if sequence.job.kind == "prefill":
+                self._pool.grow(sequence.job.transfer, sequence.prompt_tokens, sequence.blocks, sequence.filled)
+                events.append(Computed(sequence.id, sequence.computed))
             return
         self._schedule.prefilling.remove(sequence)
         if sequence.job.kind == "prefill":

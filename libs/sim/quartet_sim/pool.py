@@ -1,12 +1,14 @@
 """The KV pool of one engine: its blocks, what is leased to incoming transfers, and what is pinned for outgoing ones.
 
 An incoming transfer: ``reserve`` → ``write`` each block → ``commit`` → a decode job adopts the blocks. An outgoing one:
-a prefill job pins its prompt's blocks, ``export`` reads them. ``release`` frees either side, at any time, once or more
+a prefill job pins its prompt's blocks, ``export`` reads them; what its ended chunks computed can be read before, as it
+grows. ``release`` frees either side, at any time, once or more
 often. Every call of a writer carries the epoch of its lease: after a new reservation or a release, the late writer
 with an old one is fenced. Leases expire by the agent's clock, not by this one: it calls ``release``.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -43,6 +45,22 @@ class Pin(Struct):
     blocks: list[int]
 
 
+class Growing(Struct):
+    """Blocks of a prompt of ``tokens`` tokens that is being computed: ``ready`` of them have their KV. Not kept: they
+    are the prefill's own until it pins them."""
+
+    tokens: int
+    blocks: list[int]
+    ready: int
+
+
+class Exportable(NamedTuple):
+    """How many blocks of an outgoing transfer can be read now, and whether these are all that there will be."""
+
+    blocks: int
+    whole: bool
+
+
 class Adopted(Struct):
     """A lease's blocks, now a job's. Its KV is as it should be only when ``verified`` is the number of blocks.
 
@@ -57,13 +75,14 @@ class Adopted(Struct):
 class KvPool:
     """Blocks of ``block_tokens`` tokens, leases and pins. ``blocks`` is where sequences take theirs."""
 
-    __slots__ = ("_leases", "_pins", "block_tokens", "blocks")
+    __slots__ = ("_growing", "_leases", "_pins", "block_tokens", "blocks")
 
     def __init__(self, total_blocks: int, block_tokens: int) -> None:
         self.blocks = BlockCache(total_blocks)
         self.block_tokens = block_tokens
         self._leases: dict[str, Lease] = {}
         self._pins: dict[str, Pin] = {}
+        self._growing: dict[str, Growing] = {}
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks ``tokens`` tokens take."""
@@ -135,6 +154,7 @@ class KvPool:
         lease = self._leases.pop(transfer, None)
         if lease is not None:
             self.blocks.release(lease.blocks)
+        self._growing.pop(transfer, None)
         pin = self._pins.pop(transfer, None)
         if pin is not None:
             self.blocks.release(pin.blocks)
@@ -142,26 +162,50 @@ class KvPool:
 
     def pin(self, transfer: str, tokens: int, blocks: list[int]) -> None:
         """Keep ``blocks``, whose references pass from the caller to the pin. A pin of the same name is freed first."""
+        self._growing.pop(transfer, None)
         old = self._pins.pop(transfer, None)
         if old is not None:
             self.blocks.release(old.blocks)
         self._pins[transfer] = Pin(transfer, tokens, blocks)
 
-    def export(self, transfer: str) -> Iterator[bytes]:
-        """The wire bytes of a pinned prompt, block after block, from what was really computed in each.
+    def grow(self, transfer: str, tokens: int, blocks: list[int], ready: int) -> None:
+        """A prefill for ``transfer`` goes on: the first ``ready`` of its ``blocks`` have their KV now.
 
-        Raises ``Fenced`` when nothing is pinned under this name, also in mid-way when the pin goes.
+        That may be fewer than before, when it lost its blocks and computes them again: to the same content.
         """
-        pin = self._pins.get(transfer)
-        if pin is None:
-            raise Fenced(transfer, 0, "nothing is pinned")
-        return self._export(pin)
+        self._growing[transfer] = Growing(tokens, blocks, ready)
 
-    def _export(self, pin: Pin) -> Iterator[bytes]:
-        for index, block in enumerate(pin.blocks):
-            if self._pins.get(pin.transfer) is not pin:
-                raise Fenced(pin.transfer, 0, "released while it was read")
-            yield content.payload(self.blocks.content(block), self._tokens_in(pin.tokens, index))
+    def stop_growing(self, transfer: str) -> None:
+        """Nothing more comes of that prefill, and what it had is gone, unless it was pinned."""
+        self._growing.pop(transfer, None)
+
+    def exportable(self, transfer: str) -> Exportable:
+        """What ``export`` would give now. Raises ``Fenced`` when nothing is computed or pinned under this name."""
+        pin = self._pins.get(transfer)
+        if pin is not None:
+            return Exportable(len(pin.blocks), True)
+        growing = self._growing.get(transfer)
+        if growing is None:
+            raise Fenced(transfer, 0, "nothing is pinned")
+        return Exportable(growing.ready, False)
+
+    def export(self, transfer: str, first_block: int = 0) -> Iterator[bytes]:
+        """The wire bytes of what is ``exportable`` from ``first_block`` on, from what was really computed in each.
+
+        Raises ``Fenced`` when nothing is computed or pinned under this name, also in mid-way when that goes.
+        """
+        return self._export(transfer, range(first_block, self.exportable(transfer).blocks))
+
+    def _export(self, transfer: str, indices: range) -> Iterator[bytes]:
+        begun = self._pins.get(transfer)
+        for index in indices:
+            # what was being computed may have been pinned meanwhile; a pin is never replaced by another unnoticed
+            source = self._pins.get(transfer) or self._growing.get(transfer)
+            if source is None or (begun is not None and source is not begun):
+                raise Fenced(transfer, 0, "released while it was read")
+            if isinstance(source, Growing) and index >= source.ready:
+                return
+            yield content.payload(self.blocks.content(source.blocks[index]), self._tokens_in(source.tokens, index))
 
     def adopt(self, transfer: str, tokens: int, contents: Sequence[int]) -> Adopted:
         """End the lease and hand its blocks over, each compared with the content it should have.

@@ -115,6 +115,8 @@ class Schedule:
     def free(self, sequence: EngineSequence) -> None:
         """Let go of everything that a sequence holds, once it is in no queue and no batch."""
         self._backlog.put(sequence, 0, 0)
+        if sequence.job.kind == "prefill":
+            self._pool.stop_growing(sequence.job.transfer)
         self._pool.blocks.release(sequence.blocks)
         sequence.blocks = []
         sequence.place = Place.GONE
@@ -191,6 +193,8 @@ class Schedule:
             self.decoding.remove(victim)
         else:
             self.prefilling.remove(victim)
+            if victim.job.kind == "prefill":
+                self._pool.grow(victim.job.transfer, victim.prompt_tokens, [], 0)
         self._pool.blocks.release(victim.blocks)
         victim.start_over(self._pool.block_tokens)
         self.waiting.appendleft(victim)

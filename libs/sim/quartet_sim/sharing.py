@@ -20,7 +20,7 @@ class SharedLink:
         self._served = 0.0
         self._at_ms = 0.0
         self._ends: list[tuple[float, int, Hashable]] = []
-        self._live: dict[Hashable, int] = {}
+        self._live: dict[Hashable, tuple[int, float]] = {}  # number, and V at its end
         self._number = 0
 
     @property
@@ -34,8 +34,16 @@ class SharedLink:
             raise ValueError(f"flow {flow!r} is under way")
         self._advance(now_ms)
         self._number += 1
-        self._live[flow] = self._number
-        heapq.heappush(self._ends, (self._served + size_bytes, self._number, flow))
+        end = self._served + size_bytes
+        self._live[flow] = self._number, end
+        heapq.heappush(self._ends, (end, self._number, flow))
+
+    def left_bytes(self, flow: Hashable, now_ms: float) -> float:
+        """What of ``flow`` is not over yet; 0 for one that is not under way."""
+        if flow not in self._live:
+            return 0.0
+        served = self._served + max(0.0, now_ms - self._at_ms) * self._bytes_per_ms / len(self._live)
+        return max(0.0, self._live[flow][1] - served)
 
     def withdraw(self, flow: Hashable, now_ms: float) -> None:
         """``flow`` ends unfinished; one that is not under way is left alone."""
@@ -49,7 +57,7 @@ class SharedLink:
             self._advance(next_ms)
             end, number, flow = heapq.heappop(self._ends)
             self._served = max(self._served, end)
-            if self._live.get(flow) == number:
+            if self._live.get(flow, (0,))[0] == number:
                 del self._live[flow]
                 done.append(flow)
         self._advance(now_ms)
@@ -57,7 +65,7 @@ class SharedLink:
 
     def next_ms(self) -> float | None:
         """When the next flow is done if none begins or leaves before; None when none is under way."""
-        while self._ends and self._live.get(self._ends[0][2]) != self._ends[0][1]:
+        while self._ends and self._live.get(self._ends[0][2], (0,))[0] != self._ends[0][1]:
             heapq.heappop(self._ends)
         if not self._ends:
             return None

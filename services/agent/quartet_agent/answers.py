@@ -1,13 +1,36 @@
 """Runs that answer a client: a whole request, or the decode half of a split."""
 
-from quartet_agent.engines.base import BlocksFenced, EngineEvent, Failed, Finished, FirstToken, Output, Prefilled, Usage
+from quartet_agent.engines.base import (
+    BlocksFenced,
+    Computed,
+    EngineEvent,
+    Failed,
+    Finished,
+    FirstToken,
+    Output,
+    Prefilled,
+    Usage,
+)
 from quartet_agent.kv.arrivals import LeaseEnd
 from quartet_agent.runs import Run, RunPorts, RunState
 from quartet_agent.worker import HostedWorker
+from quartet_bus.config.schema import KvSection
 from quartet_bus.messages import Phase
 from quartet_bus.messages import Run as RunDispatch
 from quartet_core.openai import Inference, Refused
 from quartet_core.transfer_words import KvLost
+
+_REBUILT_MS = 500.0
+"""What a standby takes to ask the agents of a fleet what they hold, before it takes up plans."""
+
+
+def unleased_ms(kv: KvSection) -> float:
+    """How long a decode half waits for a lease that nobody asked for: until a standby coordinator would have.
+
+    Twice the silence after which it takes over (plans may have come at its beginning, and ticks are coarse), and what
+    it takes to find out what was under way; at most a lease.
+    """
+    return min(kv.lease_ms, 2 * kv.coordinator_silence_ms + _REBUILT_MS)
 
 
 class AnswerRun(Run):
@@ -94,7 +117,7 @@ class AnswerRun(Run):
                     self._turn_back(reason, error.status if elsewhere else 503)
                 else:
                     self.fail(error, reason)
-            case Prefilled():
+            case Prefilled() | Computed():
                 raise AssertionError("an engine reported a prefill for an answer")
 
     def fail(self, error: Refused, reason: str) -> None:
@@ -114,8 +137,10 @@ class AnswerRun(Run):
         if self._ports.arrivals.committed(self.worker.id, self.transfer):
             self._decode(inference)
         elif not self._ports.arrivals.holds(self.worker.id, self.transfer):
-            # No coordinator has asked for its blocks yet. One that lives does so at once.
-            self._timers.append(self._ports.loop.call_later(self._ports.lease_ms / 1e3, self._guarded, self._no_lease))
+            # No coordinator has asked for its blocks yet. One that lives does so at once, or refuses the plan: a word
+            # that may be lost.
+            patience_s = self._ports.unleased_ms / 1e3
+            self._timers.append(self._ports.loop.call_later(patience_s, self._guarded, self._no_lease))
 
     def _no_lease(self) -> None:
         if self.state is RunState.READ and not self._ports.arrivals.holds(self.worker.id, self.transfer):

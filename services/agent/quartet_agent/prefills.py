@@ -1,6 +1,6 @@
 """Runs that have KV for another worker: the prefill half of a split, and prefixes that are lent."""
 
-from quartet_agent.engines.base import EngineEvent, Failed, Prefilled
+from quartet_agent.engines.base import Computed, EngineEvent, Failed, Prefilled
 from quartet_agent.kv.departures import DepartureEnd
 from quartet_agent.runs import Run, RunPorts, RunState
 from quartet_agent.worker import HostedWorker
@@ -25,6 +25,8 @@ class PrefillRun(Run):
 
     def _on_engine(self, event: EngineEvent) -> None:
         match event:
+            case Computed():
+                self._ports.departures.grew(self._dispatch.split.transfer)
             case Prefilled(usage=usage, queue_ms=queue_ms):
                 self._usage = usage
                 self._queue_ms = queue_ms

@@ -53,7 +53,7 @@ class RunPorts:
 
     ``started`` is called when a run's job is with the engine and may get events, ``ended`` when the run has ended,
     ``broken`` when what happened to it is our own fault and belongs into the log. ``fetches`` counts what became of
-    prefixes that other workers lend.
+    prefixes that other workers lend. ``unleased_ms`` is how long a decode half waits for its lease.
     """
 
     loop: AbstractEventLoop
@@ -64,6 +64,7 @@ class RunPorts:
     departures: Departures
     models: Mapping[str, ModelSection]
     lease_ms: float
+    unleased_ms: float
     fetches: FetchFigures
     started: Callable[["Run"], None]
     ended: Callable[["Run"], None]

@@ -10,6 +10,7 @@ from random import Random
 import msgspec
 
 from quartet_agent.affinity import AffinityAuthor
+from quartet_agent.answers import unleased_ms
 from quartet_agent.beats.port import BeatPort
 from quartet_agent.beats.words import WordBoard
 from quartet_agent.controls import Controls, NodeStatus, WorkerStatus
@@ -195,6 +196,7 @@ class AgentService(Service):
             departures=self.departures,
             models=config.models,
             lease_ms=config.kv.lease_ms,
+            unleased_ms=unleased_ms(config.kv),
             fetches=self._fetches,
             started=self.streams.started,
             ended=self.streams.end,

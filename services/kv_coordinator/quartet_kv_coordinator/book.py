@@ -27,7 +27,8 @@ def ask_of(plan: TransferPlan) -> Ask:
 
 
 class TransferView(Struct, frozen=True):
-    """One transfer as an operator sees it. ``took_ms`` is what the bytes took, 0 until they arrived."""
+    """One transfer as an operator sees it. ``took_ms`` is what the bytes took, 0 until they arrived; ``overlap_ms`` of
+    it passed while the prefill still computed."""
 
     transfer: str
     reason: str
@@ -45,11 +46,16 @@ class TransferView(Struct, frozen=True):
     link: str
     detail: str
     live: bool
+    overlap_ms: float
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One transfer under way. ``route`` is None for one that was refused before a path was looked for."""
+    """One transfer under way. ``route`` is None for one that was refused before a path was looked for.
+
+    ``left_bytes`` had not crossed when its source was through, as far as that is known; ``settled_bytes`` is what the
+    lane was told of it.
+    """
 
     plan: TransferPlan
     machine: Transfer
@@ -59,9 +65,13 @@ class Entry:
     reserved_ns: int = 0
     predicted_ms: float = 0.0
     took_ms: float = 0.0
+    overlap_ms: float = 0.0
     wire_bytes: int = 0
     link: str = ""
     detail: str = ""
+    trickled: bool = False
+    left_bytes: int = 0
+    settled_bytes: int = -1
 
     def side_of(self, worker: str, incarnation: int) -> Side | None:
         """Which end of the transfer this worker is, if any."""
@@ -97,6 +107,7 @@ class Entry:
             link=self.link,
             detail=self.detail,
             router=plan.router,
+            overlap_ms=self.overlap_ms,
         )
 
     def view(self, now_ns: int) -> TransferView:
@@ -119,6 +130,7 @@ class Entry:
             link=self.link,
             detail=self.detail,
             live=not machine.ended,
+            overlap_ms=self.overlap_ms,
         )
 
 

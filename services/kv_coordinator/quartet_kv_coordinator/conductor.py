@@ -19,6 +19,7 @@ from quartet_core.transfer import (
     Action,
     Adopt,
     Announce,
+    Begun,
     Cancelled,
     Died,
     Event,
@@ -155,11 +156,16 @@ class Conductor:
             self._metrics.other_path.labels(entry.link, report.link).inc()
             entry.link = report.link
         match report.state:
+            case State.COMPUTING:
+                self._feed(entry, Begun())
             case State.MOVING:
-                self._feed(entry, Moving(report.epoch))
+                if not report.computing and entry.machine.epoch == report.epoch:
+                    entry.left_bytes = min(report.left_bytes, entry.plan.kv_bytes)
+                self._feed(entry, Moving(report.epoch, report.computing))
             case State.MOVED:
                 if entry.machine.state is State.MOVING and entry.machine.epoch == report.epoch:
                     entry.took_ms, entry.wire_bytes = report.took_ms, report.wire_bytes
+                    entry.overlap_ms = report.overlap_ms
                 self._feed(entry, Moved(report.epoch))
             case State.ABORTED | "failed":
                 self._feed(entry, MoveFailed(report.epoch, report.detail))
@@ -267,17 +273,27 @@ class Conductor:
         if route is None:
             return
         lane, now_ns = route.lane, self._office.now_ns()
-        if machine.state is State.RESERVED and machine.ready:
+        if machine.state is State.RESERVED and machine.begun and not machine.ready:
+            if lane.takes_trickle:  # else it is sent when it is computed, as where nothing overlaps
+                self._feed(entry, Go())
+        elif machine.state is State.RESERVED and machine.ready:
             if lane.is_waiting(name):
                 return
             lane.wait(name, machine.deadline_ns, entry.plan.kv_bytes, route)
             self._grant([lane], now_ns)
+        elif machine.trickles:
+            if not lane.is_sending(name):
+                entry.trickled = True
+                entry.predicted_ms = lane.trickle(name, entry.plan.kv_bytes, route, now_ns).predicted_ms
         elif machine.on_the_wire:
             if not lane.is_sending(name):
                 entry.predicted_ms = lane.enter(name, entry.plan.kv_bytes, route, now_ns).predicted_ms
+            elif entry.trickled and (lane.is_trickling(name) or entry.left_bytes != entry.settled_bytes):
+                entry.settled_bytes = entry.left_bytes
+                lane.settle(name, entry.left_bytes, now_ns)
         elif lane.is_sending(name) or lane.is_waiting(name):
             arrived = machine.state is State.COMMITTING
-            lane.leave(name, now_ns, entry.took_ms if arrived else 0.0, route.share)
+            lane.leave(name, now_ns, entry.took_ms if arrived else 0.0, route.share, trickled=entry.trickled)
             # room in a root complex may be what another lane waits for
             self._grant(self._lanes if route.roots else [lane], now_ns)
 

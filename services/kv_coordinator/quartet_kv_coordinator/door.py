@@ -162,4 +162,5 @@ def _transfer(view: TransferView) -> pb.Transfer:
         link=view.link,
         detail=view.detail,
         live=view.live,
+        overlap_ms=view.overlap_ms,
     )

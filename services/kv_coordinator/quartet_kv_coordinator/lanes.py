@@ -3,6 +3,10 @@
 A lane is one (source node, target node, link class). At most so many transfers send at once, on a lane and through the
 root complexes at its ends; who of the others is next, ``admission`` says. Those that send share the lane equally, so
 what one of them took is scaled to what it would have taken alone before the link learns from it.
+
+A transfer whose source still computes *trickles*: it sends what there is, and has the lane now and then. It takes no
+place of those that may send at once, and its bytes are not in anybody's way; when its source is through, what is left
+of it is like any other transfer's. As many may trickle on a lane as may send.
 """
 
 from collections import OrderedDict
@@ -11,10 +15,11 @@ from dataclasses import dataclass
 
 from quartet_bus.config.schema import KvSection
 from quartet_bus.messages import LinkState
-from quartet_core.links import LINK_CLASSES, Link, LinkClass, Place, best_path, ceiling_gb_per_s
+from quartet_core.links import LINK_CLASSES, Link, LinkClass, Place, best_path, ceiling_gb_per_s, crossing_ms
 from quartet_kv_coordinator.admission import Root, Waiting, first_of
 
-_BYTES_PER_MS = 1e6  # of one GB/s
+_DUTY_WEIGHT = 0.2
+"""Of the newest transfer in the mean share of its time in which one that trickles sends."""
 
 MAX_ANNOUNCED = 2048
 """Links in one announcement, the last planned ones (readers derive the others), or in one listing."""
@@ -28,10 +33,12 @@ class Sending:
     """One transfer's use of a lane. ``begun_ns`` and ``shared_ns`` are when, and at how much of a share's time."""
 
     kv_bytes: int
+    in_flight_bytes: int
     predicted_ms: float
     begun_ns: int
     shared_ns: float
     roots: tuple[Root, ...]
+    trickles: bool = False
 
 
 class Lane:
@@ -45,6 +52,8 @@ class Lane:
         self.warned = False
         """Whether it was said that this link is slowed."""
         self._limit = limit
+        self._trickles = 0
+        self._duty = 1.0  # the share of its time in which a transfer that trickles sends, of those that did
         self._sending: dict[str, Sending] = {}
         self._waiting: dict[str, tuple[Waiting, Route]] = {}
         self._shared_ns = 0.0  # how long a transfer that was always there would have had the lane to itself
@@ -52,8 +61,13 @@ class Lane:
 
     @property
     def sending(self) -> int:
-        """Transfers on the wire."""
-        return len(self._sending)
+        """Transfers on the wire, those that trickle left out."""
+        return len(self._sending) - self._trickles
+
+    @property
+    def trickling(self) -> int:
+        """Transfers whose source still computes, and that send what there is."""
+        return self._trickles
 
     @property
     def busy(self) -> bool:
@@ -83,7 +97,7 @@ class Lane:
 
     def grant(self, now_ns: int) -> str | None:
         """The transfer that may send now, taken from the queue; None when nobody waits or there is no room."""
-        if not self._waiting or len(self._sending) >= self._limit:
+        if not self._waiting or self.sending >= self._limit:
             return None
         able = [each for each, route in self._waiting.values() if not any(root.full for root in route.roots)]
         if not able:
@@ -92,12 +106,54 @@ class Lane:
         del self._waiting[granted.transfer]
         return granted.transfer
 
+    @property
+    def takes_trickle(self) -> bool:
+        """Whether another transfer may begin while its source computes."""
+        return self._trickles < self._limit
+
+    def trickle(self, transfer: str, kv_bytes: int, route: "Route", now_ns: int) -> Sending:
+        """``transfer`` sends from now on what its source computes."""
+        sending = self.enter(transfer, kv_bytes, route, now_ns)
+        self._rest(sending)
+        sending.trickles = True
+        self._trickles += 1
+        return sending
+
+    def is_trickling(self, transfer: str) -> bool:
+        """Whether ``transfer`` sends what its source still computes."""
+        sending = self._sending.get(transfer)
+        return sending is not None and sending.trickles
+
+    def settle(self, transfer: str, left_bytes: int, now_ns: int) -> None:
+        """The source of one that trickled is through, and ``left_bytes`` of it are still to cross: it sends.
+
+        Told again, only the bytes change."""
+        sending = self._sending.get(transfer)
+        if sending is None:
+            return
+        self._advance(now_ns)
+        if sending.trickles:
+            sending.trickles = False
+            self._trickles -= 1
+        else:
+            self._rest(sending)
+        sending.in_flight_bytes = left_bytes
+        self.link.begin(left_bytes)
+        for root in sending.roots:
+            root.begin(left_bytes)
+
+    def _rest(self, sending: Sending) -> None:
+        """Take what is in flight of it off the link."""
+        self.link.end(sending.in_flight_bytes)
+        for root in sending.roots:
+            root.end(sending.in_flight_bytes)
+
     def enter(self, transfer: str, kv_bytes: int, route: "Route", now_ns: int) -> Sending:
         """``transfer`` sends from now on."""
         self._advance(now_ns)
         self._waiting.pop(transfer, None)
         # of a larger one beside it, only as much is in its way as it has itself
-        beside = sum(min(other.kv_bytes, kv_bytes) for other in self._sending.values())
+        beside = sum(min(other.kv_bytes, kv_bytes) for other in self._sending.values() if not other.trickles)
         predicted_ms = max(
             self.predict_ms(beside, kv_bytes, route.share),
             *(self.link.setup_ms + root.ready_ms(kv_bytes) for root in route.roots),
@@ -106,32 +162,40 @@ class Lane:
         self.link.begin(kv_bytes)
         for root in route.roots:
             root.begin(kv_bytes)
-        self._sending[transfer] = sending = Sending(kv_bytes, predicted_ms, now_ns, self._shared_ns, route.roots)
+        self._sending[transfer] = sending = Sending(
+            kv_bytes, kv_bytes, predicted_ms, now_ns, self._shared_ns, route.roots
+        )
         return sending
 
-    def leave(self, transfer: str, now_ns: int, took_ms: float = 0.0, share: float = 1.0) -> None:
-        """``transfer`` neither sends nor waits any more; ``took_ms`` > 0 is what sending took, when it came through."""
+    def leave(
+        self, transfer: str, now_ns: int, took_ms: float = 0.0, share: float = 1.0, *, trickled: bool = False
+    ) -> None:
+        """``transfer`` neither sends nor waits any more; ``took_ms`` > 0 is what sending took, when it came through,
+        without the waits of one that ``trickled``."""
         self._advance(now_ns)
         self._waiting.pop(transfer, None)
         sending = self._sending.pop(transfer, None)
         if sending is None:
             return
-        self.link.end(sending.kv_bytes)
-        for root in sending.roots:
-            root.end(sending.kv_bytes)
+        if sending.trickles:
+            self._trickles -= 1
+        else:
+            self._rest(sending)
         if took_ms > 0:
             # The ends may be slower than the link (one L40S behind a fast NIC), and others have had their share of it:
             # what this transfer alone would have taken on the link itself.
             there_ns = now_ns - sending.begun_ns
             alone = (self._shared_ns - sending.shared_ns) / there_ns if there_ns > 0 else 1.0
             setup_ms = min(self.link.setup_ms, took_ms)
+            if trickled:
+                self._duty += _DUTY_WEIGHT * (min(1.0, took_ms * 1e6 / there_ns if there_ns > 0 else 1.0) - self._duty)
             self.link.observe(sending.kv_bytes, 0, setup_ms + (took_ms - setup_ms) * share * alone)
             self.measured = True
 
     def predict_ms(self, ahead_bytes: int, kv_bytes: int, share: float) -> float:
         """Setup + (bytes ahead + bytes) / what link and ends carry together."""
-        rate = self.link.gb_per_s * share * _BYTES_PER_MS
-        return self.link.setup_ms + (ahead_bytes + kv_bytes) / rate * self.link.numa_penalty
+        link = self.link
+        return crossing_ms(link.gb_per_s * share / link.numa_penalty, link.setup_ms, kv_bytes, ahead_bytes)
 
     def charge_gb_per_s(self, share: float) -> float:
         """The rate at which a simulated mover is to charge a transfer that has the lane to itself.
@@ -143,14 +207,15 @@ class Lane:
 
     def _advance(self, now_ns: int) -> None:
         if self._sending:
-            self._shared_ns += (now_ns - self._at_ns) / len(self._sending)
+            self._shared_ns += (now_ns - self._at_ns) / max(1.0, self.sending + self._duty * self._trickles)
         self._at_ns = now_ns
 
     def state(self) -> LinkState:
-        """As announced on ``kv.links``."""
+        """As announced on ``kv.links``: what bytes get of it, whoever computes with that knows no penalty."""
         link = self.link
+        gb_per_s = link.gb_per_s / link.numa_penalty
         return LinkState(
-            self.source, self.target, link.kind, link.gb_per_s, link.setup_ms, link.bytes_in_flight, len(self._sending)
+            self.source, self.target, link.kind, gb_per_s, link.setup_ms, link.bytes_in_flight, len(self._sending)
         )
 
 

@@ -14,6 +14,9 @@ class CoordinatorMetrics:
         self._kv_bytes = metrics.counter("kv_bytes", "KV bytes of committed transfers, full size.", ("link",))
         self._wire_bytes = metrics.counter("wire_bytes", "Bytes of committed transfers that crossed.", ("link",))
         self._predicted_s = metrics.histogram("predicted_seconds", "Predicted time on the link.", ("link",))
+        self._overlap_s = metrics.counter(
+            "overlap_seconds", "Time on the link that passed while the source still computed.", ("link",)
+        )
         self._took_s = metrics.histogram("took_seconds", "Measured time on the link.", ("link",))
         self._ratio = metrics.histogram(
             "took_over_predicted", "Measured over predicted time on the link.", ("link",), buckets=_RATIO_BUCKETS
@@ -28,6 +31,7 @@ class CoordinatorMetrics:
         self.term = metrics.gauge("term", "The highest term known.")
         self.under_way = metrics.gauge("under_way", "Transfers under way.")
         self.sending = metrics.gauge("sending", "Transfers whose bytes are on a link.")
+        self.trickling = metrics.gauge("trickling", "Transfers that are sent while their source computes.")
         self.waiting = metrics.gauge("waiting", "Transfers that wait for room on a link.")
         self.links_slowed = metrics.gauge("links_slowed", "Links measured far below their class.")
 
@@ -40,5 +44,6 @@ class CoordinatorMetrics:
         self._wire_bytes.labels(report.link).inc(report.wire_bytes)
         self._predicted_s.labels(report.link).observe(report.predicted_ms / 1e3)
         self._took_s.labels(report.link).observe(report.took_ms / 1e3)
+        self._overlap_s.labels(report.link).inc(report.overlap_ms / 1e3)
         if report.predicted_ms > 0:
             self._ratio.labels(report.link).observe(report.took_ms / report.predicted_ms)

@@ -370,9 +370,10 @@ class CoordinatorService(Service):
 
     def _show(self) -> None:
         """Gauges, and a warning for each link that turned out far slower than its class."""
-        slowed = sending = waiting = 0
+        slowed = sending = trickling = waiting = 0
         for lane in self._lanes:
             sending += lane.sending
+            trickling += lane.trickling
             waiting += lane.waiting
             link = lane.link
             slowed += link.slowed
@@ -390,6 +391,7 @@ class CoordinatorService(Service):
         self._counts.term.set(self.highest_term)
         self._counts.under_way.set(len(self._conductor.book))
         self._counts.sending.set(sending)
+        self._counts.trickling.set(trickling)
         self._counts.waiting.set(waiting)
         self._counts.links_slowed.set(slowed)
 

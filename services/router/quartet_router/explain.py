@@ -93,6 +93,7 @@ def _plan(plan: Plan, names: _Names) -> dict[str, Any]:
         "ahead_ms": round(plan.ahead_ms, 3),
         "prefill_ms": round(plan.prefill_ms, 3),
         "kv_ms": round(plan.kv_ms, 3),
+        "kv_wait_ms": round(plan.kv_wait_ms, 3),
         "ttft_ms": round(plan.ttft_ms, 3),
         "tpot_ms": round(plan.tpot_ms, 3),
         "total_ms": round(plan.total_ms, 3),

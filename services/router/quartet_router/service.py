@@ -89,6 +89,7 @@ class RouterService(Service):
             long_prompt_tokens=router.long_prompt_tokens,
             long_context_tokens=router.long_context_tokens,
             kappa=router.kappa,
+            split_margin=router.split_margin,
             hold_ahead_chunks=router.hold_ahead_chunks,
             affinity_rows=router.affinity_rows,
             affinity_hashes=router.affinity_hashes,

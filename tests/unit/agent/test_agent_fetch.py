@@ -247,7 +247,7 @@ class SpoilingMover(MemoryMover):
     """Sends one block of another prompt, with a checksum that is right for it."""
 
     async def send(self, address, secret, transfer, epoch, blocks, chunk_bytes):
-        spoiled = list(blocks)
+        spoiled = [block async for batch in blocks for block in batch]
         spoiled[300] = spoiled[4]
         return await super().send(address, secret, transfer, epoch, spoiled, chunk_bytes)
 

@@ -161,10 +161,12 @@ def test_a_lease_that_nobody_renews_expires_and_the_waiting_decode_is_turned_bac
     assert pair.target.arrivals.expired == 1
 
 
-def test_without_any_coordinator_the_decode_is_turned_back_after_one_lease(split):
+def test_without_any_coordinator_the_decode_is_turned_back_once_a_standby_would_have_taken_over(split):
     async def play(pair):
         pair.dispatch(prefill=False)
-        await asyncio.sleep(5.1)
+        await asyncio.sleep(1.4)
+        assert pair.stage.heard.phases() == ["accepted"]
+        await asyncio.sleep(0.2)
         return pair.stage.heard
 
     heard = split(play)
@@ -226,7 +228,7 @@ class SpoilingMover(MemoryMover):
     """Sends one block of another prompt, with a checksum that is right for it."""
 
     async def send(self, address, secret, transfer, epoch, blocks, chunk_bytes):
-        spoiled = list(blocks)
+        spoiled = [block async for batch in blocks for block in batch]
         spoiled[3] = spoiled[4]
         return await super().send(address, secret, transfer, epoch, spoiled, chunk_bytes)
 

@@ -1,5 +1,7 @@
 """The bytes of a transfer."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,13 +86,47 @@ def test_answers_arrive_as_they_were_meant(reason):
         assert error.value.reason is reason
 
 
-@given(st.lists(st.integers(1, 9), max_size=40), st.integers(1, 20))
+async def cut(blocks, chunk_bytes):
+    return [chunk async for chunk in chunks(blocks, chunk_bytes)]
+
+
+SIZES = st.lists(st.integers(1, 9), max_size=40)
+
+
+@given(SIZES, st.integers(1, 20))
 def test_chunks_hold_every_block_once_in_order_and_within_bounds(sizes, chunk_bytes):
     blocks = [bytes(size) for size in sizes]
     seen = []
-    for first, group in chunks(blocks, chunk_bytes):
+    for first, group in asyncio.run(cut(blocks, chunk_bytes)):
         assert first == len(seen)
         assert len({len(block) for block in group}) == 1
         assert len(group) == 1 or sum(map(len, group)) <= chunk_bytes
         seen.extend(group)
     assert seen == blocks
+
+
+@given(st.lists(SIZES, max_size=6), st.integers(1, 20))
+def test_no_chunk_waits_for_the_next_batch_and_an_empty_one_is_a_sign_of_life(batches, chunk_bytes):
+    async def source():
+        for sizes in batches:
+            yield [bytes(size) for size in sizes]
+
+    seen, at = asyncio.run(cut(source(), chunk_bytes)), 0
+    ends = set()
+    for sizes in batches:
+        at += len(sizes)
+        ends.add(at)
+    assert sum(not group for _, group in seen) == sum(not sizes for sizes in batches)
+    sent = 0
+    for first, group in seen:
+        assert first == sent
+        assert not ends & set(range(first + 1, first + len(group)))
+        sent += len(group)
+    assert [len(block) for _, group in seen for block in group] == [size for sizes in batches for size in sizes]
+
+
+def test_a_sender_that_waits_is_told_from_one_that_is_done():
+    waits, last = wire.ChunkHeader(wire.STILL_HERE), wire.ChunkHeader(wire.LAST_CHUNK)
+    assert (waits.waits, waits.last, last.waits, last.last) == (True, False, False, True)
+    chunk = wire.ChunkHeader(wire.encode_chunk(3, [b"x"], slot=1))
+    assert (chunk.waits, chunk.last) == (False, False)

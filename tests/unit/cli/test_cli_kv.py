@@ -120,7 +120,7 @@ async def test_a_watcher_is_told_of_every_state(monkeypatch):
 
 def _view(transfer: str, state: str) -> TransferView:
     return TransferView(
-        transfer, "split", state, "r", "a-0", "b-0", 64, 1, 1, 0.0, 0.0, 0.0, 1, "TCP", "", state != "released"
+        transfer, "split", state, "r", "a-0", "b-0", 64, 1, 1, 0.0, 0.0, 0.0, 1, "TCP", "", state != "released", 0.0
     )
 
 

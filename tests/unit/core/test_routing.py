@@ -238,14 +238,15 @@ def apart(workers, **more):
 
 
 def split_fleet(**more):
+    """An H100 kept for prefills, and an L40S that could do all of a request, and takes twenty times as long to begin."""
     links = linked()
     workers = [seventy("w0", "H100_SXM5"), seventy("w1", "L40S_PCIE")]
+    workers[0].role = "prefill"
     return apart(workers, links=links, **more), links
 
 
-def test_a_request_splits_when_the_quick_prefill_card_is_crowded_with_decodes():
+def test_a_request_splits_where_its_prefill_is_much_quicker_on_a_card_that_it_may_not_stay_on():
     routing, _ = split_fleet()
-    hear(routing, 0, word(batch=150))
     ask = fleets.ask(prompt(2_000), model="llama-3.1-70b", tpot_ms=100.0, plans_split=True, output_tokens=400.0)
     plan = chosen(routing, ask)
     assert (plan.prefill, plan.decode) == (0, 1)
@@ -257,7 +258,6 @@ def test_a_request_splits_when_the_quick_prefill_card_is_crowded_with_decodes():
 def test_nodes_whose_link_nobody_used_yet_are_paired_at_the_figures_of_its_class():
     routing, links = split_fleet()
     links.clear()
-    hear(routing, 0, word(batch=150))
     ask = fleets.ask(prompt(2_000), model="llama-3.1-70b", tpot_ms=100.0, plans_split=True, output_tokens=400.0)
     plan = chosen(routing, ask)
     assert (plan.prefill, plan.decode) == (0, 1)

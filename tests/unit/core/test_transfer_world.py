@@ -71,16 +71,21 @@ class TargetAgent:
 
 
 class SourceAgent:
-    """A pin on computed KV, and the order to send it."""
+    """A pin on KV, of which nothing (0), a part (1) or all (2) is computed; the order to send it, and what is sent."""
 
     def __init__(self):
         self.term = 0
         self.pinned = True
+        self.computed = 0
         self.order = 0
+        self.sending = 0
         self.released = False
 
     def key(self):
-        return self.term, self.pinned, self.order, self.released
+        return self.term, self.pinned, self.computed if self.pinned else 0, self.order, self.sending, self.released
+
+    def drop(self):
+        self.pinned, self.order, self.sending = False, 0, 0
 
     def handle(self, term, action):
         refused = _refusal(Side.SOURCE, action)
@@ -91,12 +96,14 @@ class SourceAgent:
             case tr.Move(epoch=epoch):
                 if not self.pinned:
                     return refused
-                self.order = epoch
+                if self.sending != epoch:
+                    self.order = epoch
                 return tr.MoveTaken()
             case tr.Renew(epoch=epoch):
                 return tr.Renewed(Side.SOURCE, epoch) if self.pinned else refused
             case tr.Release():
-                self.pinned, self.order, self.released = False, 0, True
+                self.drop()
+                self.released = True
                 return tr.Freed(Side.SOURCE)
         raise AssertionError(f"a source never gets {action}")
 
@@ -138,9 +145,13 @@ def _copied(machine):
 
 
 class World:
-    """One transfer, its coordinator, two agents, and what is on its way between them."""
+    """One transfer, its coordinator, two agents, and what is on its way between them.
 
-    def __init__(self, faults):
+    With ``overlaps`` the source sends what it has computed while it computes the rest.
+    """
+
+    def __init__(self, faults, *, overlaps=False):
+        self.overlaps = overlaps
         self.now_ns = 0
         self.term = 1
         self.machine = Transfer(deadline_ns=DEADLINE_NS, lease_ns=LEASE_NS)
@@ -171,6 +182,7 @@ class World:
             self.now_ns,
             machine.state,
             machine.epoch,
+            machine.begun,
             machine.ready,
             machine.taken,
             machine.moving,
@@ -204,12 +216,17 @@ class World:
 
     def steps(self):
         """Names and arguments of everything that may happen next."""
-        found = [("go",)] if self.machine.state is State.RESERVED and self.machine.ready else []
+        found = [("go",)] if self.machine.state is State.RESERVED and self.machine.begun else []
         found += [("deliver", side) for side, waiting in self.commands.items() if waiting]
         found += [("hear", index) for index in range(len(self.answers))]
-        if not self.machine.ready and self.source.pinned:
+        source = self.source
+        if self.overlaps and source.pinned and not source.computed and not self.machine.announced:
+            found.append(("begins",))
+        if source.pinned and not self.machine.ready:
             found.append(("prefilled",))
-        if self.source.order and self.source.pinned:
+        if source.pinned and source.order and source.computed == 1:
+            found.append(("trickle",))
+        if source.pinned and (source.order or source.sending) and source.computed == 2:
             found.append(("send",))
         if self.faults:
             found += [("lose_command", side) for side, waiting in self.commands.items() if waiting]
@@ -225,7 +242,7 @@ class World:
         return found
 
     def step(self, name, *args):
-        if name not in ("go", "deliver", "hear", "prefilled", "send"):
+        if name not in ("go", "deliver", "hear", "begins", "prefilled", "trickle", "send"):
             self.faults -= 1
             self.harmed = True
         getattr(self, name)(*args)
@@ -244,11 +261,21 @@ class World:
         if term == self.term:
             self.tell(event)
 
+    def begins(self):
+        self.source.computed = 1
+        self.tell(tr.Begun())
+
     def prefilled(self):
+        self.source.computed = 2
         self.tell(tr.Ready())
 
+    def trickle(self):
+        self.source.sending, self.source.order = self.source.order, 0
+        self.answers.append((self.term, None, tr.Moving(self.source.sending, more=True)))
+
     def send(self):
-        epoch, self.source.order = self.source.order, 0
+        source = self.source
+        epoch, source.order, source.sending = source.order or source.sending, 0, 0
         self.answers.append((self.term, None, tr.Moving(epoch)))
         sent = self.target.write(epoch)
         self.answers.append((self.term, None, tr.Moved(epoch) if sent else tr.MoveFailed(epoch, "fenced")))
@@ -283,20 +310,22 @@ class World:
         self.tell(tr.Tick())
 
     def prefill_fails(self):
+        if self.source.computed < 2:
+            self.source.drop()
         self.tell(tr.MoveFailed(0, "prefill"))
 
     def target_expires(self):
         self.target.drop()
 
     def source_expires(self):
-        self.source.pinned, self.source.order = False, 0
+        self.source.drop()
 
     def target_dies(self):
         self.target.drop()
         self.tell(tr.Died(Side.TARGET))
 
     def source_dies(self):
-        self.source.pinned, self.source.order = False, 0
+        self.source.drop()
         self.tell(tr.Died(Side.SOURCE))
 
     def takeover(self):
@@ -325,6 +354,7 @@ class World:
         assert all(count <= 1 for count in self.releases.values()), "released twice"
         if self.target.committed:
             assert self.target.written == self.target.lease, "readable before all of it was written under its lease"
+            assert self.source.computed == 2, "readable before all of it was computed"
         if self.machine.ended:
             assert self.machine.hold(Side.SOURCE) is tr.Hold.NOTHING
             assert self.machine.hold(Side.TARGET) is tr.Hold.NOTHING
@@ -365,9 +395,9 @@ class World:
             assert self.target.committed
 
 
-def explore(faults, limit):
+def explore(faults, limit, *, overlaps=False):
     """Every world within ``faults`` faults, breadth first; (worlds, states of the machine, deepest)."""
-    first = World(faults)
+    first = World(faults, overlaps=overlaps)
     seen = {first.key()}
     edge = [first]
     states = {first.machine.state}
@@ -396,13 +426,19 @@ def explore(faults, limit):
 def test_without_faults_every_order_of_events_ends_in_done():
     worlds, states, depth = explore(faults=0, limit=10_000)
     print(f"no faults: {worlds} worlds, {depth} deep, machine states {sorted(states)}")
-    assert states == set(State) - {State.PLANNED, State.MOVED, State.ABORTED}
+    assert states == set(State) - {State.PLANNED, State.COMPUTING, State.MOVED, State.ABORTED}
 
 
 def test_with_up_to_two_faults_anywhere_every_order_keeps_the_invariants():
     worlds, states, depth = explore(faults=2, limit=400_000)
     print(f"two faults: {worlds} worlds, {depth} deep, machine states {sorted(states)}")
-    assert states == set(State) - {State.PLANNED, State.MOVED}
+    assert states == set(State) - {State.PLANNED, State.COMPUTING, State.MOVED}
+
+
+def test_a_move_that_begins_while_the_source_computes_keeps_them_with_a_fault_anywhere():
+    worlds, states, depth = explore(faults=1, limit=60_000, overlaps=True)
+    print(f"one fault, overlapped: {worlds} worlds, {depth} deep")
+    assert states == set(State) - {State.PLANNED, State.COMPUTING, State.MOVED}
 
 
 class TransferStory(RuleBasedStateMachine):
@@ -410,7 +446,7 @@ class TransferStory(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.world = World(faults=12)
+        self.world = World(faults=12, overlaps=True)
 
     @precondition(lambda self: self.world.steps())
     @rule(data=st.data())
@@ -430,6 +466,7 @@ class TransferStory(RuleBasedStateMachine):
                 tr.Reserved(99, "elsewhere", b"x"),
                 tr.Moved(99),
                 tr.Moving(99),
+                tr.Moving(99, more=True),
                 tr.Committed(99),
                 tr.MoveFailed(99),
                 tr.Renewed(Side.TARGET, 99),

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 def test_without_faults_every_order_of_everything_ends_in_done():
     found = explore(0)
-    assert (found.left, found.worlds) == (0, 201)
+    assert (found.left, found.worlds) == (0, 1660)
     assert set(found.machine) == {"reserving", "reserved", "moving", "committing", "committed"}
 
 

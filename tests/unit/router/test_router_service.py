@@ -260,9 +260,8 @@ def test_another_routers_work_counts_here_and_its_end_is_heard():
 
 async def split_stage(stage):
     fabric = (LinkInfo("RDMA_ROCE", 46.6, 0.4),)
-    await stage.announce(worker("p-0", "H100_SXM5", "big", tp=4), node="p", links=fabric)
+    await stage.announce(worker("p-0", "H100_SXM5", "big", tp=4, role=Role.PREFILL), node="p", links=fabric)
     await stage.announce(worker("d-0", "L40S_PCIE", "big", tp=4), node="d", links=fabric)
-    await stage.word("p-0", batch=150)
     links = (LinkState("p", "d", "RDMA_ROCE", 46.6, 0.4), LinkState("d", "p", "RDMA_ROCE", 46.6, 0.4))
     stage.say(subjects.kv_links(), LinkTable(1, "k", links))
     await stage.settle()

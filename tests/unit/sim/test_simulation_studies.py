@@ -30,8 +30,9 @@ def test_the_plain_objective_is_the_routers(hold):
 
 
 def test_a_margin_makes_splits_rarer():
-    always, clear = outcome("plain", fetch=False), outcome("clear-split", fetch=False)
-    assert always.splits > clear.splits
+    for policy in ("plain", "finish-time"):
+        always, clear = (outcome(policy, fetch=False, split_margin=margin) for margin in (1.0, 0.7))
+        assert always.splits > clear.splits
 
 
 def test_variants_are_not_for_routers():
@@ -60,4 +61,4 @@ def test_tables_are_markdown():
 
 
 def test_studies_can_be_asked_for_by_name():
-    assert set(STUDIES) == {"policies", "knees", "objective", "phases", "ablations"}
+    assert set(STUDIES) == {"policies", "knees", "objective", "phases", "ablations", "splits"}

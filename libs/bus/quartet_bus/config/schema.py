@@ -108,6 +108,8 @@ class RouterSection(Section):
     Uncached prompts above ``long_prompt_tokens`` are not given to workers at a limit (heat, power, PCIe, memory), and
     above ``long_context_tokens`` to no other than ``long_context_classes``, if any such worker is there.
 
+    A split takes two workers and a link: it must cost less than ``split_margin`` of the best plan for one worker.
+
     While ``long_prefill_share`` of a model's workers have prefills of more than ``long_prefill_ms`` ahead, further ones
     go to the same workers, so that all other requests find one without; share 1 contains nothing.
     """
@@ -122,6 +124,7 @@ class RouterSection(Section):
         "quartet_core.policy.block_cost:BlockCost",
     )
     kappa: NotNegativeFloat = 1.0
+    split_margin: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.7
     split: bool = True
     fetch: bool = True
     split_without_prefill_worker: Literal["whole", "error"] = "whole"

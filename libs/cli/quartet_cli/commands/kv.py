@@ -58,14 +58,14 @@ async def _transfers(arguments: argparse.Namespace) -> int:
     made = table(
         f"Transfers ({reply.coordinator}, {role}, term {reply.term})",
         ("transfer", "why", "state", "from", "to", "link"),
-        ("tokens", "KV, MB", "predicted, ms", "took, ms", "age, s"),
+        ("tokens", "KV, MB", "predicted, ms", "took, ms", "overlapped, ms", "age, s"),
     )
     made.add_column("detail")
     for each in reply.transfers:
         made.add_row(
             each.transfer, each.reason, each.state, each.source, each.target, each.link, str(each.tokens),
-            f"{each.kv_bytes / 1e6:.0f}", f"{each.predicted_ms:.1f}", f"{each.took_ms:.1f}", f"{each.age_ms / 1e3:.1f}",
-            each.detail,
+            f"{each.kv_bytes / 1e6:.0f}", f"{each.predicted_ms:.1f}", f"{each.took_ms:.1f}",
+            f"{each.overlap_ms:.1f}", f"{each.age_ms / 1e3:.1f}", each.detail,
         )  # fmt: skip
     console().print(made)
     return 0
@@ -77,6 +77,7 @@ async def _watch(arguments: argparse.Namespace) -> int:
             line = (
                 f"{each.transfer} {each.state:10} {each.source} -> {each.target} {each.link} "
                 f"{each.kv_bytes / 1e6:.0f} MB predicted {each.predicted_ms:.1f} took {each.took_ms:.1f} ms "
+                f"({each.overlap_ms:.1f} overlapped) "
                 f"{each.detail}"
             )
             sys.stdout.write(f"{MessageToJson(each, indent=None) if arguments.json else line.rstrip()}\n")

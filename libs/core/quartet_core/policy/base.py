@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from quartet_core.fleet import Fleet, Worker
 from quartet_core.linkbook import LinkBook
+from quartet_core.links import left_after_prefill_ms
 from quartet_core.load import Load, LoadBoard
 from quartet_core.plan import Ask, Candidates, Decision, Plan, Reason
 from quartet_core.planes import slots
@@ -20,20 +21,42 @@ def lateness(early: float, often: float) -> float:
     return early + LESSER * often if early > often else often + LESSER * early
 
 
+def kv_wait_ms(load: Load, prompt_tokens: int, cached: int, move_ms: float) -> float:
+    """How long after its prefill's end on a worker of this ``load`` a prompt's KV, ``move_ms`` on its link, is away.
+
+    Where engines overlap (capability ``overlap``), what is left of it is, as `left_after_prefill_ms` has it: of
+    n = ceil(uncached / room) chunks the first takes the cached tokens' KV along, and from its end to the last's pass
+    drift x the prefill of the others, and the decode steps that they carry along. All of it otherwise.
+    """
+    room = int(load.room)
+    uncached = prompt_tokens - cached
+    if not load.kind.overlaps or uncached <= room:
+        return move_ms
+    behind = uncached - room
+    last = behind % room or room
+    meanwhile_ms = load.drift * load.kind.profile.prefill_ms(cached + room, behind) - (-behind // room) * load.step_ms
+    return left_after_prefill_ms(move_ms, last / prompt_tokens, meanwhile_ms)
+
+
 class View:
     """All that a policy may read: the fleet, its believed load, and the links between its nodes.
 
+    ``split_margin``: a split must cost less than this share of the best plan for one worker.
     ``begin`` is where among equals it begins to take turns: replicas that cannot have heard of each other yet must not
     all begin with the same worker.
     """
 
-    __slots__ = ("begin", "board", "fleet", "kappa", "links")
+    __slots__ = ("begin", "board", "fleet", "kappa", "links", "split_margin")
 
-    def __init__(self, fleet: Fleet, board: LoadBoard, links: LinkBook, *, kappa: float = 1.0, begin: int = 0) -> None:
+    def __init__(
+        self, fleet: Fleet, board: LoadBoard, links: LinkBook, *, kappa: float = 1.0, split_margin: float = 1.0,
+        begin: int = 0,
+    ) -> None:  # fmt: skip
         self.fleet = fleet
         self.board = board
         self.links = links
         self.kappa = kappa
+        self.split_margin = split_margin
         self.begin = begin
 
 

@@ -4,6 +4,8 @@ For a prefix of f tokens that worker h holds, and a worker w that holds less of 
 
     TTFT = waited + max(wait_w, iteration_h / 2 + transfer(f)) + drift_w·prefill_w(f, rest) + steps carried along
 
+Whether that beats computing the prefix on w is what coordinators ask as well (``quartet_core.links.choose``).
+
 The holder computes nothing: it lends at the end of its iteration under way, whatever waits there. The transfer runs
 while w works off what is ahead. TPOT, harm and J are those of ``finish_time``.
 
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from quartet_core.fleet import Worker
+from quartet_core.links import choose
 from quartet_core.load import Load
 from quartet_core.plan import Ask, Candidates, Plan
 from quartet_core.policy.base import View, lateness
@@ -105,8 +108,10 @@ def _fetched_from(
             ttft_ms = ask.waited_ms + before_ms + then_ms
             cost = lateness(ttft_ms / ask.ttft_ms, load.tpot_ms / ask.tpot_ms) + harm
             own = _held_by(slot, candidates)
-            saved_ms = load.drift * kind.profile.prefill_ms(own, ask.prompt_tokens - own) - prefill_ms
-            if here_ms >= load.wait_ms + saved_ms:
+            choice = choose(
+                price[0], kind.profile, own, fetched - own, load.drift, lend_ms=lend_ms, wait_ms=load.wait_ms
+            )
+            if not choice.move:
                 continue  # computing it would be done first
             bound = cost
             best = Plan(
@@ -123,7 +128,7 @@ def _fetched_from(
                 kv_ms=price[0],
                 source=lender.slot,
                 fetched_tokens=fetched,
-                fetch_wait_ms=load.wait_ms + saved_ms,
+                fetch_wait_ms=choice.recompute_ms,
             )
     return best
 

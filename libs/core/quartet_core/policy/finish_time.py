@@ -2,10 +2,14 @@
 
 For a request with targets T (first token) and P (per token), u uncached tokens and L expected output tokens, on (p, d):
 
-    TTFT = waited + half an iteration + drift·(queue + prefill(u)) + the decode steps carried along + KV transfer
+    TTFT = waited + half an iteration + drift·(queue + prefill(u)) + the decode steps carried along + KV wait
     TPOT = drift·step(batch + 1) / (1 − φ)
     harm = batch_p·prefill_p(u)/L·E_p[1/P]  +  batch_d·(step_d(batch + 1) − step_d(batch))/(1 − φ_d)·E_d[1/P]
     J    = max(TTFT/T, TPOT/P) + LESSER·min(TTFT/T, TPOT/P) + κ·harm
+
+KV wait is of splits: what of the transfer is left when the prefill ends (``policy.base.kv_wait_ms``); all of it where
+the engine does not send while it computes. A split takes two workers and a link, which J does not know: it must cost
+less than ``split_margin`` of the best plan for one worker.
 
 No class name, threshold or price is in it: an H100 is preferred where its profile makes it better, and left alone
 where a cheaper card meets the targets with less harm. (Objective study: of twelve objectives the best on conversation,
@@ -19,7 +23,7 @@ from typing import ClassVar
 
 from quartet_core.fleet import Kind
 from quartet_core.plan import Ask, Candidates, Decision, Plan, Reason
-from quartet_core.policy.base import LESSER, Policy, lateness
+from quartet_core.policy.base import LESSER, Policy, kv_wait_ms, lateness
 from quartet_core.policy.fetching import best_fetch
 
 _DECODERS = 3
@@ -43,7 +47,7 @@ class FinishTime(Policy):
         plan = self.whole_plan(ask, slot, cached, cost) if slot >= 0 else None
         considered = (plan,) if plan is not None else ()
         if firsts:
-            split = self._best_split(ask, candidates, firsts, cost)
+            split = self._best_split(ask, candidates, firsts, cost * self.view.split_margin)
             if split is not None:
                 plan = split
                 considered = (split, *considered)
@@ -147,7 +151,7 @@ class FinishTime(Policy):
         decoders: dict[int, list[int]] = {}
         best: Plan | None = None
         for slot, cached, prefill_ms, first_ms, harm in firsts:
-            worker = fleet.at(slot)
+            worker, load = fleet.at(slot), board.loads[slot]
             kind = worker.kind
             if not kind.targets or not candidates.prefill >> slot & 1 or first_ms / ask.ttft_ms + harm >= bound:
                 continue
@@ -163,7 +167,8 @@ class FinishTime(Policy):
                 price = self.view.links.price_ms(worker.place, fleet.at(target).place, kv_bytes)
                 if price is None:
                     continue
-                ttft_ms = first_ms + price[0] + 0.5 * other.step_ms
+                wait_ms = kv_wait_ms(load, ask.prompt_tokens, cached, price[0])
+                ttft_ms = first_ms + wait_ms + 0.5 * other.step_ms
                 cost = lateness(ttft_ms / ask.ttft_ms, often) + both
                 if cost < bound:
                     bound = cost
@@ -175,10 +180,11 @@ class FinishTime(Policy):
                         ttft_ms=ttft_ms,
                         tpot_ms=other.tpot_ms,
                         total_ms=ttft_ms + ask.output_tokens * other.tpot_ms,
-                        ahead_ms=board.loads[slot].drift * board.loads[slot].queue_ms,
+                        ahead_ms=load.drift * load.queue_ms,
                         cost=cost,
                         kv_bytes=kv_bytes,
                         kv_ms=price[0],
+                        kv_wait_ms=wait_ms,
                     )
         return best
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n quartet_rpc/v1/coordinator.proto\x12\nquartet.v1\"8\n\x14ListTransfersRequest\x12\x11\n\tlive_only\x18\x01 \x01(\x08\x12\r\n\x05limit\x18\x02 \x01(\r\"\x97\x02\n\x08Transfer\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\x0e\n\x06target\x18\x06 \x01(\t\x12\x0e\n\x06tokens\x18\x07 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12\x12\n\nwire_bytes\x18\t \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\n \x01(\x01\x12\x14\n\x0cpredicted_ms\x18\x0b \x01(\x01\x12\x0f\n\x07took_ms\x18\x0c \x01(\x01\x12\r\n\x05\x65poch\x18\r \x01(\x04\x12\x0c\n\x04link\x18\x0e \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x0f \x01(\t\x12\x0c\n\x04live\x18\x10 \x01(\x08\"p\n\x12ListTransfersReply\x12\'\n\ttransfers\x18\x01 \x03(\x0b\x32\x14.quartet.v1.Transfer\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x0e\n\x06\x61\x63tive\x18\x04 \x01(\x08\"\x17\n\x15WatchTransfersRequest\"o\n\x13PlanTransferRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x01\"\x9b\x01\n\x11PlanTransferReply\x12\x10\n\x08possible\x18\x01 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x0c\n\x04link\x18\x04 \x01(\t\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07move_ms\x18\x06 \x01(\x01\x12\x14\n\x0crecompute_ms\x18\x07 \x01(\x01\x12\x0c\n\x04move\x18\x08 \x01(\x08\"\x12\n\x10ListLinksRequest\"\xd2\x01\n\x04Link\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x10\n\x08gb_per_s\x18\x04 \x01(\x01\x12\x10\n\x08setup_ms\x18\x05 \x01(\x01\x12\x17\n\x0fin_flight_bytes\x18\x06 \x01(\x04\x12\x11\n\ttransfers\x18\x07 \x01(\r\x12\x19\n\x11promised_gb_per_s\x18\x08 \x01(\x01\x12\x0e\n\x06slowed\x18\t \x01(\x08\x12\x10\n\x08measured\x18\n \x01(\x08\x12\x0f\n\x07waiting\x18\x0b \x01(\r\"T\n\x0eListLinksReply\x12\x1f\n\x05links\x18\x01 \x03(\x0b\x32\x10.quartet.v1.Link\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\")\n\x15\x43\x61ncelTransferRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\"$\n\x13\x43\x61ncelTransferReply\x12\r\n\x05state\x18\x01 \x01(\t\"E\n\x11LinkBudgetRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\x01\"H\n\x0fLinkBudgetReply\x12\x0f\n\x07granted\x18\x01 \x01(\x08\x12\x14\n\x0cpredicted_ms\x18\x02 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t2\xe4\x03\n\x0b\x43oordinator\x12Q\n\rListTransfers\x12 .quartet.v1.ListTransfersRequest\x1a\x1e.quartet.v1.ListTransfersReply\x12K\n\x0eWatchTransfers\x12!.quartet.v1.WatchTransfersRequest\x1a\x14.quartet.v1.Transfer0\x01\x12N\n\x0cPlanTransfer\x12\x1f.quartet.v1.PlanTransferRequest\x1a\x1d.quartet.v1.PlanTransferReply\x12\x45\n\tListLinks\x12\x1c.quartet.v1.ListLinksRequest\x1a\x1a.quartet.v1.ListLinksReply\x12T\n\x0e\x43\x61ncelTransfer\x12!.quartet.v1.CancelTransferRequest\x1a\x1f.quartet.v1.CancelTransferReply\x12H\n\nLinkBudget\x12\x1d.quartet.v1.LinkBudgetRequest\x1a\x1b.quartet.v1.LinkBudgetReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n quartet_rpc/v1/coordinator.proto\x12\nquartet.v1\"8\n\x14ListTransfersRequest\x12\x11\n\tlive_only\x18\x01 \x01(\x08\x12\r\n\x05limit\x18\x02 \x01(\r\"\xab\x02\n\x08Transfer\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\x0e\n\x06target\x18\x06 \x01(\t\x12\x0e\n\x06tokens\x18\x07 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12\x12\n\nwire_bytes\x18\t \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\n \x01(\x01\x12\x14\n\x0cpredicted_ms\x18\x0b \x01(\x01\x12\x0f\n\x07took_ms\x18\x0c \x01(\x01\x12\r\n\x05\x65poch\x18\r \x01(\x04\x12\x0c\n\x04link\x18\x0e \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x0f \x01(\t\x12\x0c\n\x04live\x18\x10 \x01(\x08\x12\x12\n\noverlap_ms\x18\x11 \x01(\x01\"p\n\x12ListTransfersReply\x12\'\n\ttransfers\x18\x01 \x03(\x0b\x32\x14.quartet.v1.Transfer\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x0e\n\x06\x61\x63tive\x18\x04 \x01(\x08\"\x17\n\x15WatchTransfersRequest\"o\n\x13PlanTransferRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x01\"\x9b\x01\n\x11PlanTransferReply\x12\x10\n\x08possible\x18\x01 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x0c\n\x04link\x18\x04 \x01(\t\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07move_ms\x18\x06 \x01(\x01\x12\x14\n\x0crecompute_ms\x18\x07 \x01(\x01\x12\x0c\n\x04move\x18\x08 \x01(\x08\"\x12\n\x10ListLinksRequest\"\xd2\x01\n\x04Link\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x10\n\x08gb_per_s\x18\x04 \x01(\x01\x12\x10\n\x08setup_ms\x18\x05 \x01(\x01\x12\x17\n\x0fin_flight_bytes\x18\x06 \x01(\x04\x12\x11\n\ttransfers\x18\x07 \x01(\r\x12\x19\n\x11promised_gb_per_s\x18\x08 \x01(\x01\x12\x0e\n\x06slowed\x18\t \x01(\x08\x12\x10\n\x08measured\x18\n \x01(\x08\x12\x0f\n\x07waiting\x18\x0b \x01(\r\"T\n\x0eListLinksReply\x12\x1f\n\x05links\x18\x01 \x03(\x0b\x32\x10.quartet.v1.Link\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\")\n\x15\x43\x61ncelTransferRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\"$\n\x13\x43\x61ncelTransferReply\x12\r\n\x05state\x18\x01 \x01(\t\"E\n\x11LinkBudgetRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\x01\"H\n\x0fLinkBudgetReply\x12\x0f\n\x07granted\x18\x01 \x01(\x08\x12\x14\n\x0cpredicted_ms\x18\x02 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t2\xe4\x03\n\x0b\x43oordinator\x12Q\n\rListTransfers\x12 .quartet.v1.ListTransfersRequest\x1a\x1e.quartet.v1.ListTransfersReply\x12K\n\x0eWatchTransfers\x12!.quartet.v1.WatchTransfersRequest\x1a\x14.quartet.v1.Transfer0\x01\x12N\n\x0cPlanTransfer\x12\x1f.quartet.v1.PlanTransferRequest\x1a\x1d.quartet.v1.PlanTransferReply\x12\x45\n\tListLinks\x12\x1c.quartet.v1.ListLinksRequest\x1a\x1a.quartet.v1.ListLinksReply\x12T\n\x0e\x43\x61ncelTransfer\x12!.quartet.v1.CancelTransferRequest\x1a\x1f.quartet.v1.CancelTransferReply\x12H\n\nLinkBudget\x12\x1d.quartet.v1.LinkBudgetRequest\x1a\x1b.quartet.v1.LinkBudgetReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTTRANSFERSREQUEST']._serialized_start=48
   _globals['_LISTTRANSFERSREQUEST']._serialized_end=104
   _globals['_TRANSFER']._serialized_start=107
-  _globals['_TRANSFER']._serialized_end=386
-  _globals['_LISTTRANSFERSREPLY']._serialized_start=388
-  _globals['_LISTTRANSFERSREPLY']._serialized_end=500
-  _globals['_WATCHTRANSFERSREQUEST']._serialized_start=502
-  _globals['_WATCHTRANSFERSREQUEST']._serialized_end=525
-  _globals['_PLANTRANSFERREQUEST']._serialized_start=527
-  _globals['_PLANTRANSFERREQUEST']._serialized_end=638
-  _globals['_PLANTRANSFERREPLY']._serialized_start=641
-  _globals['_PLANTRANSFERREPLY']._serialized_end=796
-  _globals['_LISTLINKSREQUEST']._serialized_start=798
-  _globals['_LISTLINKSREQUEST']._serialized_end=816
-  _globals['_LINK']._serialized_start=819
-  _globals['_LINK']._serialized_end=1029
-  _globals['_LISTLINKSREPLY']._serialized_start=1031
-  _globals['_LISTLINKSREPLY']._serialized_end=1115
-  _globals['_CANCELTRANSFERREQUEST']._serialized_start=1117
-  _globals['_CANCELTRANSFERREQUEST']._serialized_end=1158
-  _globals['_CANCELTRANSFERREPLY']._serialized_start=1160
-  _globals['_CANCELTRANSFERREPLY']._serialized_end=1196
-  _globals['_LINKBUDGETREQUEST']._serialized_start=1198
-  _globals['_LINKBUDGETREQUEST']._serialized_end=1267
-  _globals['_LINKBUDGETREPLY']._serialized_start=1269
-  _globals['_LINKBUDGETREPLY']._serialized_end=1341
-  _globals['_COORDINATOR']._serialized_start=1344
-  _globals['_COORDINATOR']._serialized_end=1828
+  _globals['_TRANSFER']._serialized_end=406
+  _globals['_LISTTRANSFERSREPLY']._serialized_start=408
+  _globals['_LISTTRANSFERSREPLY']._serialized_end=520
+  _globals['_WATCHTRANSFERSREQUEST']._serialized_start=522
+  _globals['_WATCHTRANSFERSREQUEST']._serialized_end=545
+  _globals['_PLANTRANSFERREQUEST']._serialized_start=547
+  _globals['_PLANTRANSFERREQUEST']._serialized_end=658
+  _globals['_PLANTRANSFERREPLY']._serialized_start=661
+  _globals['_PLANTRANSFERREPLY']._serialized_end=816
+  _globals['_LISTLINKSREQUEST']._serialized_start=818
+  _globals['_LISTLINKSREQUEST']._serialized_end=836
+  _globals['_LINK']._serialized_start=839
+  _globals['_LINK']._serialized_end=1049
+  _globals['_LISTLINKSREPLY']._serialized_start=1051
+  _globals['_LISTLINKSREPLY']._serialized_end=1135
+  _globals['_CANCELTRANSFERREQUEST']._serialized_start=1137
+  _globals['_CANCELTRANSFERREQUEST']._serialized_end=1178
+  _globals['_CANCELTRANSFERREPLY']._serialized_start=1180
+  _globals['_CANCELTRANSFERREPLY']._serialized_end=1216
+  _globals['_LINKBUDGETREQUEST']._serialized_start=1218
+  _globals['_LINKBUDGETREQUEST']._serialized_end=1287
+  _globals['_LINKBUDGETREPLY']._serialized_start=1289
+  _globals['_LINKBUDGETREPLY']._serialized_end=1361
+  _globals['_COORDINATOR']._serialized_start=1364
+  _globals['_COORDINATOR']._serialized_end=1848
 # @@protoc_insertion_point(module_scope)

@@ -61,6 +61,7 @@ class Transfer(_message.Message):
     LINK_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
+    OVERLAP_MS_FIELD_NUMBER: _builtins.int
     transfer: _builtins.str
     reason: _builtins.str
     """split, fetch, page_out, page_in"""
@@ -82,6 +83,8 @@ class Transfer(_message.Message):
     detail: _builtins.str
     """why it failed"""
     live: _builtins.bool
+    overlap_ms: _builtins.float
+    """of took_ms, what passed while the source still computed"""
     def __init__(
         self,
         *,
@@ -101,10 +104,11 @@ class Transfer(_message.Message):
         link: _builtins.str = ...,
         detail: _builtins.str = ...,
         live: _builtins.bool = ...,
+        overlap_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "detail", b"detail", "epoch", b"epoch", "kv_bytes", b"kv_bytes", "link", b"link", "live", b"live", "predicted_ms", b"predicted_ms", "reason", b"reason", "request_id", b"request_id", "source", b"source", "state", b"state", "target", b"target", "tokens", b"tokens", "took_ms", b"took_ms", "transfer", b"transfer", "wire_bytes", b"wire_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "detail", b"detail", "epoch", b"epoch", "kv_bytes", b"kv_bytes", "link", b"link", "live", b"live", "overlap_ms", b"overlap_ms", "predicted_ms", b"predicted_ms", "reason", b"reason", "request_id", b"request_id", "source", b"source", "state", b"state", "target", b"target", "tokens", b"tokens", "took_ms", b"took_ms", "transfer", b"transfer", "wire_bytes", b"wire_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,12 +9,12 @@ from quartet_core.plan import Plan
 from quartet_core.routing import Routing
 from quartet_sim.simulation.engine import IDLE
 from quartet_sim.simulation.flight import Flight, Job
-from quartet_sim.simulation.lanes import Lanes
+from quartet_sim.simulation.lanes import Lanes, Transfer
 from quartet_sim.simulation.site import Site
 from quartet_sim.simulation.spec import Settings
 from quartet_sim.simulation.timeline import Timeline
 from quartet_sim.simulation.wire import Wire
-from quartet_sim.simulation.work import FINISHED, FIRST, LENT, PREFILLED, Stage, Work, WorkKind
+from quartet_sim.simulation.work import COMPUTED, FINISHED, FIRST, LENT, PREFILLED, Stage, Work, WorkKind
 
 _LINKS_MS: Final = 100.0
 
@@ -61,6 +61,7 @@ class Carrier:
             slot: flight.ledger_key(flight.try_, site.facts.id, site.facts.incarnation) for slot, site in sites.items()
         }
         flight.jobs = []
+        flight.transfer, flight.moved_tokens = None, 0
         self.splits += plan.split
         self.fetches += plan.fetches
         self.retries += flight.try_ > 1
@@ -125,8 +126,18 @@ class Carrier:
         self._submit(self._job(flight, giver, "prefill"))
         self.touch(target)
 
-    def _move(self, flight: Flight) -> None:
-        """The prompt of a split is computed: its KV moves."""
+    def _move(self, flight: Flight, tokens: int, *, more: bool) -> None:
+        """The first ``tokens`` tokens of a split's prompt are computed: their KV moves. A prefill that lost its blocks
+        computes some again, which are over already."""
+        prefill = flight.jobs[1]
+        parted, flight.moved_tokens = flight.moved_tokens, max(flight.moved_tokens, tokens)
+        size_bytes = (flight.moved_tokens - parted) * prefill.site.kv_bytes_per_token
+        if flight.transfer is not None:
+            self.lanes.feed(flight.transfer, size_bytes, more=more)
+        else:
+            flight.transfer = self._set_out(flight, size_bytes, more=more)
+
+    def _set_out(self, flight: Flight, size_bytes: int, *, more: bool) -> Transfer:
         decode, prefill = flight.jobs
         try_ = flight.try_
 
@@ -143,8 +154,7 @@ class Carrier:
             else:
                 self._submit(decode)
 
-        size_bytes = flight.request.prompt_tokens * prefill.site.kv_bytes_per_token
-        self._start(prefill.site, decode.site, size_bytes, there)
+        return self._start(prefill.site, decode.site, size_bytes, there, more=more)
 
     # Fetches
 
@@ -206,11 +216,16 @@ class Carrier:
 
     # Transfers
 
-    def _start(self, giver: Site, target: Site, size_bytes: int, there: Callable[[], None]) -> None:
-        self.lanes.start(giver.place, giver.facts.id, target.place, target.facts.id, size_bytes, there)
+    def _start(
+        self, giver: Site, target: Site, size_bytes: int, there: Callable[[], None], *, more: bool = False
+    ) -> Transfer:
+        transfer = self.lanes.start(
+            giver.place, giver.facts.id, target.place, target.facts.id, size_bytes, there, more=more
+        )
         if not self._links_due:
             self._links_due = True
             self._timeline.later(_LINKS_MS, self._tell_links)
+        return transfer
 
     def _tell_links(self) -> None:
         """The coordinator's table, ten times a second while anything moves."""
@@ -253,11 +268,14 @@ class Carrier:
                 self._timeline.note(ENDED, flight.request.number)
                 self._wire.tell(self._routing.ended, flight, site)
                 self._timeline.later(self._settings.event_ms, self._finished, flight)
+            elif what == COMPUTED:
+                if self._settings.overlap:
+                    self._move(flight, work.computed, more=True)
             elif what == PREFILLED:
                 flight.cached_tokens = work.cached_tokens
                 site.flights.pop(flight.request.number, None)
                 self._wire.tell(self._routing.prefilled, flight, site)
-                self._move(flight)
+                self._move(flight, work.prompt_tokens, more=False)
         self.touch(site)
 
     def _on_first(self, flight: Flight, site: Site, work: Work) -> None:
@@ -273,6 +291,8 @@ class Carrier:
         """Take back the last try's work wherever it still is."""
         now_ms = self._timeline.now_ms
         moving = any(job.work.kind == "prefill" and job.work.stage is Stage.GONE for job in flight.jobs)
+        if flight.transfer is not None and not moving:
+            self.lanes.stop(flight.transfer)  # its prefill ends unfinished
         for site in flight.sites:
             site.flights.pop(flight.request.number, None)
         for job in flight.jobs:

@@ -18,7 +18,7 @@ from quartet_sim.iteration import Backlog
 from quartet_sim.simulation.batch import DecodeBatch
 from quartet_sim.simulation.pace import Pace
 from quartet_sim.simulation.pool import UnitPool
-from quartet_sim.simulation.work import FINISHED, FIRST, LENT, PREEMPTED, PREFILLED, EngineEvent, Stage, Work
+from quartet_sim.simulation.work import COMPUTED, FINISHED, FIRST, LENT, PREEMPTED, PREFILLED, EngineEvent, Stage, Work
 
 IDLE = math.inf
 
@@ -364,6 +364,8 @@ class SkippingEngine:
         remaining = work.goal - work.computed
         self._backlog.put(work, work.computed, remaining)
         if remaining:
+            if work.kind == "prefill":
+                self._events.append((COMPUTED, work))
             return
         self._prefilling.remove(work)
         if work.kind == "prefill":

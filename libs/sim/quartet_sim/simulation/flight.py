@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quartet_core.hold import HoldKey
 from quartet_core.ledger import Key
 from quartet_core.plan import Ask
+from quartet_sim.simulation.lanes import Transfer
 from quartet_sim.simulation.spec import Request
 from quartet_sim.simulation.work import Work
 
@@ -21,15 +22,16 @@ class Job(NamedTuple):
 
 
 class Flight:
-    """A request and where it stands. ``try_`` counts dispatches; ``jobs``, ``keys`` (of the ledger, by slot) and
-    ``sites`` (that it was sent to, whether it has arrived or not) are those of the last.
+    """A request and where it stands. ``try_`` counts dispatches; ``jobs``, ``keys`` (of the ledger, by slot), ``sites``
+    (that it was sent to, whether it has arrived or not), and, of a split, the ``transfer`` of its KV and how many
+    tokens' it was given so far, are those of the last.
 
     Times are milliseconds, −1 for what has not happened. ``outcome`` is empty until the end.
     """
 
     __slots__ = (
         "arrived_ms", "ask", "cached_tokens", "ended_ms", "first_ms", "held", "held_ms", "jobs", "key", "keys",
-        "lag_ms", "outcome", "request", "sites", "tried", "try_",
+        "lag_ms", "moved_tokens", "outcome", "request", "sites", "transfer", "tried", "try_",
     )  # fmt: skip
 
     def __init__(self, request: Request, ask: Ask, arrived_ms: float) -> None:
@@ -49,6 +51,8 @@ class Flight:
         self.ended_ms = -1.0
         self.cached_tokens = 0
         self.outcome = ""
+        self.transfer: Transfer | None = None
+        self.moved_tokens = 0
 
     @property
     def model(self) -> str:

@@ -1,7 +1,8 @@
 """Links that transfers share: every transfer gets an equal part of each thing it passes, and the least part counts.
 
 What a transfer passes: the NICs of both nodes and the host links of both workers' cards, or, inside a node, the direct
-links between cards. Rates and set-up times are those of ``quartet_core.links``.
+links between cards. Rates and set-up times are those of ``quartet_core.links``. A transfer whose bytes are computed
+bit by bit passes nothing while none of them are there.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ _BYTES_PER_MS = 1e6  # of one GB/s
 
 
 class Transfer(Struct, eq=False):
-    """Bytes on their way. ``passes`` are names of what it shares, each with its GB/s."""
+    """Bytes on their way. ``passes`` are names of what it shares, each with its GB/s. ``more``: others will follow."""
 
     source: Place
     target: Place
@@ -25,6 +26,8 @@ class Transfer(Struct, eq=False):
     top_gb_per_s: float
     done: Callable[[], None]
     rate: float = 0.0
+    more: bool = False
+    set_up: bool = False
 
 
 class Lanes:
@@ -41,9 +44,11 @@ class Lanes:
         return len(self._active)
 
     def start(
-        self, source: Place, source_id: str, target: Place, target_id: str, size_bytes: int, done: Callable[[], None]
-    ) -> None:
-        """Move ``size_bytes`` from one worker to another. The first byte leaves after the link's set-up time."""
+        self, source: Place, source_id: str, target: Place, target_id: str, size_bytes: int, done: Callable[[], None],
+        *, more: bool = False,
+    ) -> Transfer:  # fmt: skip
+        """Move ``size_bytes`` from one worker to another, and with ``more`` what `feed` adds until it says that this
+        was all. The first byte leaves after the link's set-up time."""
         kind = best_path(source, target)
         known = LINK_CLASSES[kind]
         top = min(known.gb_per_s, ceiling_gb_per_s(kind, source, target))
@@ -60,9 +65,29 @@ class Lanes:
                 (("nic out", source.node), source.nic_gb_per_s or known.gb_per_s),
                 (("nic in", target.node), target.nic_gb_per_s or known.gb_per_s),
             )
-        transfer = Transfer(source, target, kind, float(size_bytes), passes, top, done)
+        transfer = Transfer(source, target, kind, float(size_bytes), passes, top, done, more=more)
         self.moved_bytes += size_bytes
         self._timeline.later(known.setup_ms, self._join, transfer)
+        return transfer
+
+    def feed(self, transfer: Transfer, size_bytes: int, *, more: bool) -> None:
+        """So many bytes of it were computed since; ``more`` says whether others will be. The last are never none."""
+        self._pass_time()
+        transfer.left_bytes = max(transfer.left_bytes, 0.0) + size_bytes
+        transfer.more = more
+        self.moved_bytes += size_bytes
+        if transfer.set_up:
+            if transfer not in self._active:
+                self._active.append(transfer)
+            self._share()
+
+    def stop(self, transfer: Transfer) -> None:
+        """It is not wanted any more."""
+        self._pass_time()
+        transfer.more, transfer.set_up, transfer.done = False, True, _nothing
+        if transfer in self._active:
+            self._active.remove(transfer)
+            self._share()
 
     def in_flight(self) -> dict[tuple[str, str, str], int]:
         """Bytes not there yet, by (source node, target node, link class)."""
@@ -74,7 +99,10 @@ class Lanes:
         return found
 
     def _join(self, transfer: Transfer) -> None:
+        if transfer.set_up:
+            return  # stopped meanwhile
         self._pass_time()
+        transfer.set_up = True
         self._active.append(transfer)
         self._share()
 
@@ -108,4 +136,10 @@ class Lanes:
         self._active = [transfer for transfer in self._active if transfer.left_bytes >= 1.0]
         self._share()
         for transfer in through:
-            transfer.done()
+            if not transfer.more:
+                transfer.done()
+
+
+def _nothing() -> None:
+    pass
+

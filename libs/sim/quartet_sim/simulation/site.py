@@ -8,7 +8,7 @@ from quartet_core import word
 from quartet_core.affinity import AffinityCounters
 from quartet_core.catalogue import Catalogue, HardwareClass
 from quartet_core.links import Place
-from quartet_core.pairing import EXPORT, IMPORT, RESERVE, place_of
+from quartet_core.pairing import EXPORT, IMPORT, OVERLAP, RESERVE, place_of
 from quartet_sim.simulation.engine import SkippingEngine
 from quartet_sim.simulation.flight import Flight
 from quartet_sim.simulation.sketches import unit_rungs
@@ -60,6 +60,7 @@ class Site:
     def __init__(
         self, number: int, group_number: int, group: Group, node: str, ordinal: int, catalogue: Catalogue,
         fabrics: dict[str, float], affinity_rows: int, affinity_hashes: int,
+        *, overlap: bool = True,
     ) -> None:  # fmt: skip
         self.number = number
         self.group_number = group_number
@@ -81,6 +82,7 @@ class Site:
             chunk_tokens=group.chunk_tokens,
             layout=Layout(_BLOCK_TOKENS, spec.kv_bytes_per_token, "bf16", "", group.tp),
             role=group.role,
+            capabilities=(EXPORT, IMPORT, RESERVE, OVERLAP) if overlap else (EXPORT, IMPORT, RESERVE),
         )
         self.profile = catalogue.profile(group.hardware, group.model, group.precision, group.tp)
         self.kv_bytes_per_token = spec.kv_bytes_per_token

@@ -183,8 +183,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     ``view_age_ms``: how old a worker's word is when the router has it; ``view_loss``: the share of words that never
     come (the next one says the same). ``dispatch_ms``: from a decision to the worker; ``event_ms``: from a worker's
     event to the router. ``affinity_ms``: how often workers say what they cache. ``detect_ms``: from a worker's death to
-    the router's knowing. ``hold``, ``ledger``, ``affinity``, ``drift``, ``split``, ``fetch``: whether these parts are
-    on. ``drain_ms``: how long after the last arrival to wait for ends; what has not ended then is unfinished.
+    the router's knowing. ``hold``, ``ledger``, ``affinity``, ``drift``, ``split``, ``fetch``, ``overlap`` (a split's KV
+    leaves while its prompt is computed): whether these parts are on. ``drain_ms``: how long after the last arrival to
+    wait for ends; what has not ended then is unfinished.
     """
 
     view_age_ms: float = 0.5
@@ -201,7 +202,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     drift: bool = True
     split: bool = True
     fetch: bool = True
+    overlap: bool = True
     kappa: float = 1.0
+    split_margin: float = 0.7
     long_prompt_tokens: int = 4096
     long_context_tokens: int = 65_536
     long_prefill_ms: float = 3000.0

@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 from quartet_core.load import Load
 from quartet_core.plan import Ask, Candidates, Decision, Plan, Reason
 from quartet_core.planes import slots
-from quartet_core.policy.base import Policy, lateness
+from quartet_core.policy.base import Policy, kv_wait_ms, lateness
 from quartet_core.routing import PolicyOf
 
 _FIRSTS, _DECODERS = 6, 6
@@ -23,8 +23,8 @@ class Plain(Policy):
     name: ClassVar[str] = "plain"
     holds: ClassVar[bool] = True
     splits: ClassVar[bool] = True
-    margin: ClassVar[float] = 1.0
-    """A split must cost less than this share of the best whole plan."""
+    margin: ClassVar[float] = 0.0
+    """A split must cost less than this share of the best whole plan; 0 takes the router's."""
 
     def weigh(self, early: float, often: float) -> float:
         """Two ratios of prediction to target as one number."""
@@ -59,7 +59,8 @@ class Plain(Policy):
         if equals:
             slot = self.spread(equals, 0)
             plan = self.whole_plan(ask, slot, cached_at.get(slot, 0), least)
-        plan = self._split(ask, candidates, sorted(firsts)[:_FIRSTS], cached_at, least * self.margin) or plan
+        bound = least * (self.margin or self.view.split_margin)
+        plan = self._split(ask, candidates, sorted(firsts)[:_FIRSTS], cached_at, bound) or plan
         if plan is None:
             return Decision(reason=Reason.NO_PREFILL_WORKER, left=candidates.left)
         hold = loads[plan.prefill].queue_ms > loads[plan.prefill].kind.ahead_ms
@@ -92,7 +93,8 @@ class Plain(Policy):
                 price = self.view.links.price_ms(worker.place, fleet.at(target).place, kv_bytes)
                 if price is None:
                     continue
-                ttft_ms = first_ms + price[0] + 0.5 * other.step_ms
+                wait_ms = kv_wait_ms(loads[slot], ask.prompt_tokens, cached_at.get(slot, 0), price[0])
+                ttft_ms = first_ms + wait_ms + 0.5 * other.step_ms
                 cost = self.weigh(ttft_ms / ask.ttft_ms, other.tpot_ms / ask.tpot_ms) + harm + kappa * other.harm
                 if cost < bound:
                     bound = cost
@@ -108,18 +110,12 @@ class Plain(Policy):
                         cost=cost,
                         kv_bytes=kv_bytes,
                         kv_ms=price[0],
+                        kv_wait_ms=wait_ms,
                     )
         return best
 
     def _loads(self, plane: int) -> list[tuple[int, Load]]:
         return [(slot, self.view.board.loads[slot]) for slot in slots(plane)]
-
-
-class ClearSplit(Plain):
-    """Splits only where that is clearly better: a split takes a link, and two workers."""
-
-    name: ClassVar[str] = "clear-split"
-    margin: ClassVar[float] = 0.7
 
 
 class Total(Plain):
@@ -151,6 +147,6 @@ class SquaresClearSplit(Squares):
 
 
 VARIANTS: Final = MappingProxyType[str, PolicyOf](
-    {variant.name: variant for variant in (Plain, ClearSplit, Total, Squares, SquaresClearSplit)}
+    {variant.name: variant for variant in (Plain, Total, Squares, SquaresClearSplit)}
 )
 """By name."""

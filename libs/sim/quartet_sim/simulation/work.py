@@ -92,5 +92,8 @@ LENT: Final = 3
 PREEMPTED: Final = 4
 """It lost its blocks to older jobs, and waits to be computed again."""
 
+COMPUTED: Final = 5
+"""A chunk of a ``prefill`` job ended, and more is to come: so far ``computed`` tokens have their KV."""
+
 EngineEvent = tuple[int, Work]
 """(what, whose)."""

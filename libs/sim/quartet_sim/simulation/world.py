@@ -61,6 +61,7 @@ class World:
             long_prompt_tokens=settings.long_prompt_tokens,
             long_context_tokens=settings.long_context_tokens,
             kappa=settings.kappa,
+            split_margin=settings.split_margin,
             hold_ahead_chunks=settings.hold_ahead_chunks,
             long_prefill_ms=settings.long_prefill_ms,
             long_prefill_share=settings.long_prefill_share,
@@ -145,7 +146,7 @@ class World:
         neighbours = self._nodes.setdefault(node, [])
         site = Site(
             len(self.sites), group_number, group, node, len(neighbours), self._catalogue, dict(self._fabrics),
-            AFFINITY_ROWS, AFFINITY_HASHES,
+            AFFINITY_ROWS, AFFINITY_HASHES, overlap=self._settings.overlap,
         )  # fmt: skip
         site.since_ms = self.timeline.now_ms
         self.sites.append(site)

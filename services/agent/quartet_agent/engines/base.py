@@ -7,7 +7,7 @@ retry and no queue policy but the engine's.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -91,6 +91,16 @@ class Prefilled(Struct, frozen=True):
     parameters: bytes = b""
 
 
+class Computed(Struct, frozen=True):
+    """A part of a PREFILL job's prompt, its first ``tokens`` tokens, has its KV, and more is to come.
+
+    Said only by engines that export what they have while they compute the rest (capability ``overlap``).
+    """
+
+    job: str
+    tokens: int
+
+
 class Finished(Struct, frozen=True):
     """The job is done; nothing more comes for it."""
 
@@ -111,7 +121,7 @@ class Failed(Struct, frozen=True):
     elsewhere: bool = False
 
 
-EngineEvent = FirstToken | Output | Prefilled | Finished | Failed
+EngineEvent = FirstToken | Output | Computed | Prefilled | Finished | Failed
 Listener = Callable[[Sequence[EngineEvent]], None]
 
 
@@ -189,6 +199,13 @@ class BlocksFenced(Exception):
         self.reason = reason
 
 
+class Exportable(NamedTuple):
+    """How many blocks of an outgoing transfer can be read now, and whether these are all that there will be."""
+
+    blocks: int
+    whole: bool
+
+
 class KvPool(Protocol):
     """An engine's KV memory, as transfers need it: blocks of ``block_tokens``; a prompt's last is often shorter."""
 
@@ -214,8 +231,19 @@ class KvPool(Protocol):
         """Called for COMMIT, once all blocks are there: a DECODE job may read them now. Raises ``BlocksFenced``."""
         ...
 
-    def export(self, transfer: str) -> Iterator[bytes]:
-        """Called for MOVE: the blocks of a finished PREFILL job, in order. Raises ``BlocksFenced``, also in mid-way."""
+    def exportable(self, transfer: str) -> Exportable:
+        """Called while a transfer is sent: what ``export`` would give. Raises ``BlocksFenced`` when that is nothing any
+        more, and will be nothing: the PREFILL job was cancelled, failed, or its KV released.
+
+        A count may fall, when the engine takes blocks away and computes them again, to the same.
+        """
+        ...
+
+    def export(self, transfer: str, first_block: int = 0) -> Iterator[bytes]:
+        """Called for MOVE: the ``exportable`` blocks of a PREFILL job from ``first_block`` on, in order.
+
+        Raises ``BlocksFenced``, also in mid-way. What it gave stays as it is, whatever becomes of the job.
+        """
         ...
 
     def release(self, transfer: str) -> None:

@@ -16,11 +16,11 @@ from quartet_bus.messages import KvLayout, Role
 from quartet_core.catalogue import Catalogue
 from quartet_core.filters import EMBEDDINGS
 from quartet_core.heartbeat import MAX_WORKERS
-from quartet_core.pairing import EXPORT, IMPORT, RESERVE, handshake_of
+from quartet_core.pairing import EXPORT, IMPORT, OVERLAP, RESERVE, handshake_of
 from quartet_core.profile import Profile
 from quartet_sim.engine import SimulatedEngine
 
-_CAPABILITIES = (EXPORT, IMPORT, RESERVE)
+_CAPABILITIES = (EXPORT, IMPORT, RESERVE, OVERLAP)
 
 _SERVERS_ONLY = ("url", "served_model", "api_key", "api_key_file", "kv_replay", "kv_connector", "adapter_paths")
 """Keys that mean nothing to a simulated engine."""

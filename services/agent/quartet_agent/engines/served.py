@@ -16,6 +16,7 @@ from quartet_agent.engines import bodies
 from quartet_agent.engines.base import (
     BlocksFenced,
     CannotLoad,
+    Computed,
     Diagnosis,
     EngineAdapter,
     EngineEvent,
@@ -338,6 +339,8 @@ class ServedAdapter(EngineAdapter):
                 self._prompts["prompt_tokens"] += usage.prompt_tokens
                 self._prompts["cached_tokens_told"] += usage.cached_tokens
                 return Finished(job, msgspec.structs.replace(usage, busy_ms=self._forget(job)))
+            case Computed():
+                return event
             case Prefilled(usage=usage):
                 self._prefixes.read(call.work)
                 queue_ms = self._estimate.first_token(job, now_ms)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from quartet_agent.engines.base import (
     BlocksFenced,
+    Computed,
     EngineAdapter,
     EngineEvent,
     EngineLoad,
+    Exportable,
     Failed,
     Finished,
     FirstToken,
@@ -90,10 +92,17 @@ class SimulatedKv:
         except sim.Fenced as error:
             raise BlocksFenced(transfer, error.reason) from error
 
-    def export(self, transfer: str) -> Iterator[bytes]:
+    def exportable(self, transfer: str) -> Exportable:
+        """As ``KvPool.exportable``."""
+        try:
+            return Exportable(*self._pool.exportable(transfer))
+        except sim.Fenced as error:
+            raise BlocksFenced(transfer, error.reason) from error
+
+    def export(self, transfer: str, first_block: int = 0) -> Iterator[bytes]:
         """As ``KvPool.export``."""
         try:
-            yield from self._pool.export(transfer)
+            yield from self._pool.export(transfer, first_block)
         except sim.Fenced as error:
             raise BlocksFenced(transfer, error.reason) from error
 
@@ -250,6 +259,8 @@ class SimulatedAdapter(EngineAdapter):
                         told.append(Output(event.job_id, opening))
                 case sim.Finished():
                     self._on_finished(event, answer, told)
+                case sim.Computed():
+                    told.append(Computed(event.job_id, event.tokens))
                 case sim.Prefilled():
                     del self._answers[event.job_id]
                     usage = Usage(answer.prompt_tokens, event.cached_tokens, busy_ms=event.gpu_ms)

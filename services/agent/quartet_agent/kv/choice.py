@@ -4,12 +4,12 @@ An agent's address names all its movers, ``tcp=10.0.0.1:7460;shm@<place>=10.0.0.
 its own, in the order of ``[kv] movers``, that the receiver has too, and whose place (where it has one) is its own.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from msgspec import Struct
 
 from quartet_agent.kv.mooncake import MooncakeMemory
-from quartet_agent.kv.mover import Buffer, MoveError, Mover, MoveReason, Sent, Sink
+from quartet_agent.kv.mover import Blocks, MoveError, Mover, MoveReason, Sent, Sink
 from quartet_agent.kv.nixl import NixlMemory
 from quartet_agent.kv.shm import ShmMemory
 from quartet_agent.kv.slots import SlotMemory, SlotMover
@@ -69,7 +69,7 @@ class MoverChoice:
         return [way for way in found if not way.place or way.place == self._places.get(way.kind)]
 
     async def send(
-        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[Buffer], chunk_bytes: int
+        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Blocks, chunk_bytes: int
     ) -> Sent:
         """As ``Mover.send``, over the first way that gets as far as the lease."""
         failed = MoveError(MoveReason.CONNECTION, f"no mover of ours reaches {address}", opened=False)

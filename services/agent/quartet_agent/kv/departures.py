@@ -1,8 +1,9 @@
 """The sending side of transfers: KV that a prefill keeps, from the prefill's dispatch to its RELEASE.
 
-A departure needs two things, which may come in either order: the order to move, and the computed KV. It ends exactly
-once, released, cancelled, failed or expired, and frees what it keeps. Its lease runs from when the KV was computed
-(before, the prefill's own deadline bounds it), or from an order that came before its prefill.
+A departure needs two things, which may come in either order: the order to move, and computed KV. Of an engine that
+tells how its prefill gets on, the first part is enough to begin with; what follows is sent as it comes to be. It ends
+exactly once, released, cancelled, failed or expired, and frees what it keeps. Its lease runs from when the KV was
+computed (before, the prefill's own deadline bounds it), or from an order that came before its prefill.
 """
 
 from asyncio import AbstractEventLoop, TimerHandle
@@ -12,9 +13,8 @@ from typing import Protocol
 
 from quartet_agent.engines.base import KvPool
 from quartet_bus.messages import KvCommand, KvLease, StreamId, TransferReason, TransferReport
+from quartet_core.links import crossing_ms
 from quartet_core.transfer_words import KvLost, State
-
-_BYTES_PER_MS = 1e6  # of one GB/s
 
 
 class DepartureEnd(StrEnum):
@@ -36,8 +36,8 @@ class DepartureOwner(Protocol):
 
 
 def charged_ms(kv_bytes: int, gb_per_s: float, setup_ms: float) -> float:
-    """What the link takes for ``kv_bytes``: setup, then bytes over bandwidth (1 GB/s is 1e6 bytes a millisecond)."""
-    return setup_ms + (kv_bytes / (gb_per_s * _BYTES_PER_MS) if gb_per_s > 0 else 0.0)
+    """What the link takes for ``kv_bytes``; without a rate only the setup."""
+    return crossing_ms(gb_per_s, setup_ms, kv_bytes) if gb_per_s > 0 else setup_ms
 
 
 class Sending(Protocol):
@@ -45,6 +45,14 @@ class Sending(Protocol):
 
     def cancel(self) -> object:
         """Called when nobody wants it any more. Nothing is told of it afterwards."""
+        ...
+
+    def grew(self) -> object:
+        """Called when more can be sent, or when that was all."""
+        ...
+
+    def left_bytes(self) -> int:
+        """What of the KV is not over yet."""
         ...
 
 
@@ -57,8 +65,8 @@ class Send(Protocol):
 class Departure:
     """KV of one transfer on its sending side."""
 
-    __slots__ = ("incarnation", "moved", "order", "owner", "pinned", "pool", "sending", "stream", "timer", "tokens",
-                 "transfer", "worker")  # fmt: skip
+    __slots__ = ("begun", "incarnation", "moved", "order", "owner", "pinned", "pool", "sending", "stream", "timer",
+                 "tokens", "transfer", "worker")  # fmt: skip
 
     def __init__(self, transfer: str, worker: str, incarnation: int) -> None:
         self.transfer = transfer
@@ -69,6 +77,7 @@ class Departure:
         self.order: KvCommand | None = None
         self.owner: DepartureOwner | None = None
         self.pool: KvPool | None = None
+        self.begun = False
         self.pinned = False
         self.moved = False
         self.sending: Sending | None = None
@@ -114,12 +123,31 @@ class Departures:
         departure.pool, departure.owner = pool, owner
         return True
 
-    def pinned(self, transfer: str) -> None:
-        """The prefill is done: its KV can be sent, and its lease runs."""
+    def grew(self, transfer: str) -> None:
+        """The prefill goes on, and a first or further part of its KV can be sent."""
         departure = self._departures.get(transfer)
-        if departure is not None:
-            departure.pinned = True
-            self._renew(departure, self._lease_ms)
+        if departure is None or departure.pinned:
+            return
+        if not departure.begun:
+            departure.begun = True
+            if departure.order is None:
+                self._say(departure, State.COMPUTING, computing=True)
+        if departure.sending is not None:
+            departure.sending.grew()
+        else:
+            self._go(departure)
+
+    def pinned(self, transfer: str) -> None:
+        """The prefill is done: all of its KV can be sent, and its lease runs."""
+        departure = self._departures.get(transfer)
+        if departure is None:
+            return
+        departure.pinned = True
+        self._renew(departure, self._lease_ms)
+        if departure.sending is not None:
+            self._say(departure, State.MOVING, left_bytes=departure.sending.left_bytes())
+            departure.sending.grew()
+        else:
             self._go(departure)
 
     def move(self, command: KvCommand, worker: str, incarnation: int) -> str:
@@ -189,11 +217,12 @@ class Departures:
         for departure in list(self._departures.values()):
             self._end(departure, DepartureEnd.RELEASED)
 
-    def sent(self, departure: Departure, wire_bytes: int, took_ms: float, link: str) -> None:
-        """Everything arrived, over ``link``. A departure that ended meanwhile has said so."""
+    def sent(self, departure: Departure, wire_bytes: int, took_ms: float, link: str, overlap_ms: float = 0.0) -> None:
+        """Everything arrived, over ``link``, on which it was for ``took_ms``, ``overlap_ms`` of them while the prefill
+        computed. A departure that ended meanwhile has said so."""
         if self._departures.get(departure.transfer) is departure:
             departure.sending, departure.moved = None, True
-            self._say(departure, State.MOVED, wire_bytes=wire_bytes, took_ms=took_ms, link=link)
+            self._say(departure, State.MOVED, wire_bytes=wire_bytes, took_ms=took_ms, link=link, overlap_ms=overlap_ms)
 
     def unsendable(self, departure: Departure, detail: str, took_ms: float) -> None:
         """It could not be sent, or not all of it."""
@@ -203,8 +232,12 @@ class Departures:
             self._end(departure, DepartureEnd.FAILED)
 
     def _go(self, departure: Departure) -> None:
-        if departure.pinned and departure.order is not None and departure.sending is None and not departure.moved:
-            self._say(departure, State.MOVING)
+        computed = departure.pinned or departure.begun
+        if computed and departure.order is not None and departure.sending is None and not departure.moved:
+            self._say(
+                departure, State.MOVING, computing=not departure.pinned,
+                left_bytes=departure.order.kv_bytes if departure.pinned else 0,
+            )  # fmt: skip
             departure.sending = self._send(self, departure, departure.order)
 
     def _say(
@@ -216,6 +249,9 @@ class Departures:
         took_ms: float = 0.0,
         link: str = "",
         detail: str = "",
+        overlap_ms: float = 0.0,
+        computing: bool = False,
+        left_bytes: int = 0,
     ) -> None:
         order = departure.order
         self._report(
@@ -234,6 +270,9 @@ class Departures:
                 predicted_ms=(charged_ms(order.kv_bytes, order.gb_per_s, order.setup_ms) if order is not None else 0.0),
                 link=link or (order.link if order is not None else ""),
                 detail=detail,
+                overlap_ms=overlap_ms,
+                computing=computing,
+                left_bytes=left_bytes,
             )
         )
 

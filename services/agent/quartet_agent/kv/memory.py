@@ -5,10 +5,11 @@ its time on the link to its receiver, which all transfers there share (``quartet
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import aclosing
 
 from quartet_agent.kv import wire
-from quartet_agent.kv.mover import Buffer, MoveError, MoveReason, Sent, Sink, chunks
+from quartet_agent.kv.mover import Blocks, MoveError, MoveReason, Sent, Sink, chunks
 from quartet_sim.sharing import SharedLink
 
 
@@ -46,14 +47,18 @@ class TimedLink:
     def __init__(self, shared: SharedLink, now_ms: Callable[[], float]) -> None:
         self._shared = shared
         self._now_ms = now_ms
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[Hashable, asyncio.Future[None]] = {}
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def cross(self, size_bytes: int) -> None:
-        """Until ``size_bytes`` are over."""
+    def left_bytes(self, name: Hashable) -> float:
+        """What of the crossing ``name`` is not over yet; 0 when none of that name is under way."""
+        return self._shared.left_bytes(name, self._now_ms())
+
+    async def cross(self, size_bytes: int, name: Hashable = None) -> None:
+        """Until ``size_bytes`` are over. ``name``, of at most one crossing at a time, is for whoever asks meanwhile."""
         self._number += 1
-        number = self._number
+        number = self._number if name is None else name
         self._waiting[number] = asyncio.get_running_loop().create_future()
         self._shared.begin(number, size_bytes, self._now_ms())
         self._look()
@@ -67,7 +72,7 @@ class TimedLink:
     def _look(self) -> None:
         now_ms = self._now_ms()
         for number in self._shared.finished(now_ms):
-            waits = self._waiting.get(number) if isinstance(number, int) else None
+            waits = self._waiting.get(number)
             if waits is not None and not waits.done():
                 waits.set_result(None)
         if self._timer is not None:
@@ -91,7 +96,7 @@ class MemoryMover:
         return self._address
 
     async def send(
-        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[Buffer], chunk_bytes: int
+        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Blocks, chunk_bytes: int
     ) -> Sent:
         """As ``Mover.send``; the bytes returned are the blocks' alone."""
         sink = self._network.find(address)
@@ -99,14 +104,17 @@ class MemoryMover:
             raise MoveError(MoveReason.CONNECTION, f"nobody listens on {address}", opened=False)
         intake = sink.open(transfer, epoch, secret)
         sent_bytes = 0
-        for first_block, group in chunks(blocks, chunk_bytes):
-            header = wire.ChunkHeader(wire.encode_chunk(first_block, group))
-            await self._network.cross(address, header.payload_bytes)
-            if self._network.find(address) is not sink:
-                raise MoveError(MoveReason.CONNECTION, f"{address} went away")
-            header.compare(group)
-            intake.take(first_block, group)
-            sent_bytes += header.payload_bytes
+        async with aclosing(chunks(blocks, chunk_bytes)) as parts:
+            async for first_block, group in parts:
+                if not group:
+                    continue
+                header = wire.ChunkHeader(wire.encode_chunk(first_block, group))
+                await self._network.cross(address, header.payload_bytes)
+                if self._network.find(address) is not sink:
+                    raise MoveError(MoveReason.CONNECTION, f"{address} went away")
+                header.compare(group)
+                intake.take(first_block, group)
+                sent_bytes += header.payload_bytes
         intake.complete()
         return Sent(sent_bytes)
 

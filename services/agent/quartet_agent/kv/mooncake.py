@@ -6,11 +6,10 @@ Its writes block, so each runs in a thread; its protocol is ``[kv] mooncake_prot
 import asyncio
 import importlib
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
-from quartet_agent.kv.mover import Buffer, MoveError, MoveReason
-from quartet_agent.kv.region import Region
+from quartet_agent.kv.mover import MoveError, MoveReason
+from quartet_agent.kv.region import Region, RegisteredLanding, RegisteredReach, described
 
 _MODULE = "mooncake.engine"
 _ports = itertools.count(17_400)
@@ -41,58 +40,18 @@ class _Registered(Region):
         super().close()
 
 
-class MooncakeLanding:
-    """As ``Landing``."""
-
-    def __init__(self, engine: Any, host: str, slots: int, slot_bytes: int) -> None:
-        self._slot_bytes = slot_bytes
-        self._region = _Registered(engine, slots * slot_bytes)
-        self._peer = f"{host}:{engine.get_rpc_port()}"
-
-    @property
-    def description(self) -> bytes:
-        """As ``Landing.description``."""
-        return self._region.address.to_bytes(8, "little") + self._peer.encode()
-
-    def view(self, slot: int, size: int) -> memoryview:
-        """As ``Landing.view``."""
-        start = slot * self._slot_bytes
-        return self._region.view[start : start + size]
-
-    def close(self) -> None:
-        """As ``Landing.close``."""
-        self._region.close()
-
-
-class MooncakeReach:
+class MooncakeReach(RegisteredReach):
     """As ``Reach``."""
 
     def __init__(self, engine: Any, description: bytes, slots: int, slot_bytes: int) -> None:
+        there, peer = described(description)
+        super().__init__(_Registered(engine, slots * slot_bytes), there, slot_bytes)
         self._engine = engine
-        self._slot_bytes = slot_bytes
-        self._there = int.from_bytes(description[:8], "little")
-        self._peer = description[8:].decode()
-        self._here = _Registered(engine, slots * slot_bytes)
+        self._peer = peer.decode()
 
-    async def put(self, slot: int, blocks: Sequence[Buffer]) -> None:
-        """As ``Reach.put``."""
-        start = slot * self._slot_bytes
-        size = self._here.gather(start, blocks)
-        write = self._engine.transfer_sync_write
-        writing = asyncio.ensure_future(
-            asyncio.to_thread(write, self._peer, self._here.address + start, self._there + start, size)
-        )
-        try:
-            failed = await asyncio.shield(writing)
-        finally:
-            if not writing.done():  # we were cancelled, and the thread still reads and writes
-                await asyncio.wait({writing})
-        if failed:
+    async def _write(self, here: int, there: int, size: int) -> None:
+        if await asyncio.to_thread(self._engine.transfer_sync_write, self._peer, here, there, size):
             raise MoveError(MoveReason.CONNECTION, "mooncake: the write failed")
-
-    def close(self) -> None:
-        """As ``Reach.close``."""
-        self._here.close()
 
 
 class MooncakeMemory:
@@ -111,9 +70,10 @@ class MooncakeMemory:
         """Everybody with Mooncake can be reached."""
         return ""
 
-    def land(self, slots: int, slot_bytes: int) -> MooncakeLanding:
+    def land(self, slots: int, slot_bytes: int) -> RegisteredLanding:
         """As ``SlotMemory.land``."""
-        return MooncakeLanding(self._engine, self._host, slots, slot_bytes)
+        region = _Registered(self._engine, slots * slot_bytes)
+        return RegisteredLanding(region, slot_bytes, f"{self._host}:{self._engine.get_rpc_port()}".encode())
 
     def reach(self, description: bytes, slots: int, slot_bytes: int) -> MooncakeReach:
         """As ``SlotMemory.reach``."""

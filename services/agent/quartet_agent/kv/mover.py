@@ -5,7 +5,7 @@ secret opens it once; which blocks may be written comes from the lease alone, ne
 mover has it pass ``tests/contract/mover_contract.py``.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -50,6 +50,11 @@ Buffer = bytes | bytearray | memoryview
 """A block's bytes. The memory behind a view stays as it is until the send is over."""
 
 
+Blocks = Iterable[Buffer] | AsyncIterable[Iterable[Buffer]]
+"""What a send is of: blocks that are all there, or batches of them as they come to be. An empty batch is a sign of life
+while nothing is to be had. It is begun anew for every try that comes as far as the lease, so it can be begun twice."""
+
+
 class Sent(NamedTuple):
     """What a send came to: bytes that crossed, and the link class that they really took ("": whatever is there)."""
 
@@ -88,9 +93,11 @@ class Mover(Protocol):
         ...
 
     async def send(
-        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[Buffer], chunk_bytes: int
+        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Blocks, chunk_bytes: int
     ) -> Sent:
         """Send ``blocks`` in order, and return what it came to, once the receiver has confirmed all of them.
+
+        What comes in batches is sent as it comes; between two of them, or signs of life, there may be a second.
 
         Raises ``MoveError``. Cancelling the call ends the transfer; the receiver notices, and keeps its lease.
         """
@@ -101,15 +108,30 @@ class Mover(Protocol):
         ...
 
 
-def chunks(blocks: Iterable[Buffer], chunk_bytes: int) -> Iterator[tuple[int, list[Buffer]]]:
+async def chunks(blocks: Blocks, chunk_bytes: int) -> AsyncGenerator[tuple[int, list[Buffer]]]:
     """(index of the first block, blocks) of each chunk: equal blocks, ``chunk_bytes`` together at most.
 
-    A single block larger than that is a chunk of its own. A block of another size (a prompt's last) begins a chunk.
+    A single block larger than that is a chunk of its own. A block of another size (a prompt's last) begins a chunk, and
+    so does a batch: no block waits for those of the next. An empty batch is a chunk without blocks.
     """
+    if not isinstance(blocks, AsyncIterable):
+        for chunk in _cut(blocks, 0, chunk_bytes):
+            yield chunk
+        return
     first = 0
+    async for batch in blocks:
+        sent = first
+        for chunk in _cut(batch, first, chunk_bytes):
+            first = chunk[0] + len(chunk[1])
+            yield chunk
+        if first == sent:
+            yield first, []
+
+
+def _cut(blocks: Iterable[Buffer], first: int, chunk_bytes: int) -> Iterator[tuple[int, list[Buffer]]]:
     gathered: list[Buffer] = []
     size = 0
-    for index, block in enumerate(blocks):
+    for index, block in enumerate(blocks, first):
         if gathered and (size + len(block) > chunk_bytes or len(block) != len(gathered[0])):
             yield first, gathered
             first, gathered, size = index, [], 0

@@ -9,11 +9,10 @@ import importlib
 import itertools
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
-from quartet_agent.kv.mover import Buffer, MoveError, MoveReason
-from quartet_agent.kv.region import Region
+from quartet_agent.kv.mover import MoveError, MoveReason
+from quartet_agent.kv.region import Region, RegisteredLanding, RegisteredReach, described
 
 _MODULE = "nixl._api"
 _POLL_S = 0.0001
@@ -47,62 +46,31 @@ class _Registered(Region):
         super().close()
 
 
-class NixlLanding:
-    """As ``Landing``."""
-
-    def __init__(self, agent: Any, slots: int, slot_bytes: int) -> None:
-        self._slot_bytes = slot_bytes
-        self._region = _Registered(agent, slots * slot_bytes)
-        # of these slots alone, and how to connect: other transfers' memory is none of this sender's business
-        self._metadata: bytes = agent.get_partial_agent_metadata(self._region.registered, True, ["UCX"])
-
-    @property
-    def description(self) -> bytes:
-        """As ``Landing.description``."""
-        return self._region.address.to_bytes(8, "little") + self._metadata
-
-    def view(self, slot: int, size: int) -> memoryview:
-        """As ``Landing.view``."""
-        start = slot * self._slot_bytes
-        return self._region.view[start : start + size]
-
-    def close(self) -> None:
-        """As ``Landing.close``."""
-        self._region.close()
-
-
-class NixlReach:
-    """As ``Reach``: blocks are gathered in registered memory of our own, and written from there."""
+class NixlReach(RegisteredReach):
+    """As ``Reach``."""
 
     def __init__(self, agent: Any, description: bytes, slots: int, slot_bytes: int) -> None:
+        there, metadata = described(description)
+        super().__init__(_Registered(agent, slots * slot_bytes), there, slot_bytes)
         self._agent = agent
-        self._slot_bytes = slot_bytes
-        self._there = int.from_bytes(description[:8], "little")
-        self._here = _Registered(agent, slots * slot_bytes)
         try:
-            self._peer = agent.add_remote_agent(description[8:])
+            self._peer = agent.add_remote_agent(metadata)
         except Exception as error:  # the library has a class for each, and no base of its own
-            self._here.close()
+            self.close()
             raise OSError(f"nixl: {error}") from error
 
-    async def put(self, slot: int, blocks: Sequence[Buffer]) -> None:
-        """As ``Reach.put``."""
-        start = slot * self._slot_bytes
-        size = self._here.gather(start, blocks)
+    async def _write(self, here: int, there: int, size: int) -> None:
         agent = self._agent
         handle = agent.initialize_xfer(
             "WRITE",
-            agent.get_xfer_descs([(self._here.address + start, size, 0)], "DRAM"),
-            agent.get_xfer_descs([(self._there + start, size, 0)], "DRAM"),
+            agent.get_xfer_descs([(here, size, 0)], "DRAM"),
+            agent.get_xfer_descs([(there, size, 0)], "DRAM"),
             self._peer,
             b"",
         )
-        writing = asyncio.ensure_future(self._done(handle))
         try:
-            await asyncio.shield(writing)
+            await self._done(handle)
         finally:
-            if not writing.done():  # we were cancelled, and the library still reads and writes
-                await asyncio.wait({writing})
             agent.release_xfer_handle(handle)
 
     async def _done(self, handle: Any) -> None:
@@ -117,10 +85,6 @@ class NixlReach:
             waited_s += pause_s
             pause_s = min(pause_s * 1.5, _POLL_MOST_S)
             state = self._agent.check_xfer_state(handle)
-
-    def close(self) -> None:
-        """As ``Reach.close``."""
-        self._here.close()
 
 
 class NixlMemory:
@@ -142,12 +106,15 @@ class NixlMemory:
         """Everybody with NIXL can be reached."""
         return ""
 
-    def land(self, slots: int, slot_bytes: int) -> NixlLanding:
+    def land(self, slots: int, slot_bytes: int) -> RegisteredLanding:
         """As ``SlotMemory.land``."""
         try:
-            return NixlLanding(self._agent, slots, slot_bytes)
+            region = _Registered(self._agent, slots * slot_bytes)
+            # of these slots alone, and how to connect: other transfers' memory is none of this sender's business
+            metadata = self._agent.get_partial_agent_metadata(region.registered, True, ["UCX"])
         except (MemoryError, RuntimeError) as error:
             raise OSError(f"nixl: {error}") from error
+        return RegisteredLanding(region, slot_bytes, metadata)
 
     def reach(self, description: bytes, slots: int, slot_bytes: int) -> NixlReach:
         """As ``SlotMemory.reach``."""

@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from quartet_agent.kv import sockets, wire
 from quartet_agent.kv.door import Door
-from quartet_agent.kv.mover import Buffer, MoveError, MoveReason, Sent, Sink, chunks
+from quartet_agent.kv.mover import Blocks, Buffer, MoveError, MoveReason, Sent, Sink, chunks
 from quartet_agent.kv.tcp import connected
 
 _SLOTS = 3
@@ -130,7 +130,7 @@ class SlotMover:
         self._memory.close()
 
     async def send(
-        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[Buffer], chunk_bytes: int
+        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Blocks, chunk_bytes: int
     ) -> Sent:
         """As ``Mover.send``."""
         chunk_bytes = min(chunk_bytes, wire.MAX_CHUNK_BYTES)
@@ -154,24 +154,28 @@ class SlotMover:
             raise MoveError(MoveReason.PROTOCOL, "an offer that makes no sense")
         return slots, slot_bytes, bytes(await sockets.received(sock, length, self._silence_timeout_s))
 
-    async def _send(
-        self, sock: socket.socket, reach: Reach, slots: int, blocks: Iterable[Buffer], chunk_bytes: int
-    ) -> int:
+    async def _send(self, sock: socket.socket, reach: Reach, slots: int, blocks: Blocks, chunk_bytes: int) -> int:
         sent_bytes = len(wire.LAST_CHUNK)
         free = deque(range(slots))
         used: deque[int] = deque()
-        for first_block, group in chunks(blocks, chunk_bytes):
-            if sum(map(len, group)) > chunk_bytes:
-                raise MoveError(MoveReason.RANGE, f"a block of {len(group[0])} bytes where slots have {chunk_bytes}")
-            if not free:
-                await self._answered(sock)
-                free.append(used.popleft())
-            slot = free.popleft()
-            await reach.put(slot, group)
-            header = wire.encode_chunk(first_block, group, slot=slot, checksums=self._checksums)
-            await sockets.send_all(sock, [header], self._silence_timeout_s)
-            used.append(slot)
-            sent_bytes += len(header) + sum(map(len, group))
+        async with contextlib.aclosing(chunks(blocks, chunk_bytes)) as parts:
+            async for first_block, group in parts:
+                if not group:
+                    await sockets.send_all(sock, [wire.STILL_HERE], self._silence_timeout_s)
+                    continue
+                if sum(map(len, group)) > chunk_bytes:
+                    raise MoveError(
+                        MoveReason.RANGE, f"a block of {len(group[0])} bytes where slots have {chunk_bytes}"
+                    )
+                if not free:
+                    await self._answered(sock)
+                    free.append(used.popleft())
+                slot = free.popleft()
+                await reach.put(slot, group)
+                header = wire.encode_chunk(first_block, group, slot=slot, checksums=self._checksums)
+                await sockets.send_all(sock, [header], self._silence_timeout_s)
+                used.append(slot)
+                sent_bytes += len(header) + sum(map(len, group))
         await sockets.send_all(sock, [wire.LAST_CHUNK], self._silence_timeout_s)
         for _ in range(len(used) + 1):
             await self._answered(sock)
@@ -198,6 +202,8 @@ class SlotMover:
             if header.last:
                 intake.complete()
                 return
+            if header.waits:
+                continue
             if header.slot >= _SLOTS or header.payload_bytes > hello.chunk_bytes:
                 raise MoveError(MoveReason.RANGE, f"{header.payload_bytes} bytes in slot {header.slot}")
             payload = landing.view(header.slot, header.payload_bytes)

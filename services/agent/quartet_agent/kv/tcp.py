@@ -7,12 +7,11 @@ from there to where the lease says; nowhere else.
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterable
 from typing import Any
 
 from quartet_agent.kv import sockets, wire
 from quartet_agent.kv.door import Door
-from quartet_agent.kv.mover import Buffer, MoveError, MoveReason, Sent, Sink, chunks
+from quartet_agent.kv.mover import Blocks, Buffer, MoveError, MoveReason, Sent, Sink, chunks
 
 _CONNECT_TIMEOUT_S = 2.0
 _SILENCE_TIMEOUT_S = 5.0
@@ -56,7 +55,7 @@ class TcpMover:
         await self._door.close()
 
     async def send(
-        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Iterable[Buffer], chunk_bytes: int
+        self, address: str, secret: bytes, transfer: str, epoch: int, blocks: Blocks, chunk_bytes: int
     ) -> Sent:
         """As ``Mover.send``."""
         chunk_bytes = min(chunk_bytes, wire.MAX_CHUNK_BYTES)
@@ -64,17 +63,18 @@ class TcpMover:
         with await connected(address, hello, self._silence_timeout_s) as sock:
             return Sent(len(hello) + await self._send(sock, address, blocks, chunk_bytes), "TCP")
 
-    async def _send(self, sock: socket.socket, address: str, blocks: Iterable[Buffer], chunk_bytes: int) -> int:
+    async def _send(self, sock: socket.socket, address: str, blocks: Blocks, chunk_bytes: int) -> int:
         sent_bytes = len(wire.LAST_CHUNK)
         # A receiver that finds a chunk wrong says so at once, while we may still be writing: listen all the time.
         verdict = asyncio.ensure_future(sockets.received(sock, wire.ANSWER.size, _FOR_EVER_S))
         try:
-            for first_block, group in chunks(blocks, chunk_bytes):
-                if verdict.done():
-                    break
-                header = wire.encode_chunk(first_block, group, checksums=self._checksums)
-                await self._write(sock, [header, *group], verdict)
-                sent_bytes += len(header) + sum(map(len, group))
+            async with contextlib.aclosing(chunks(blocks, chunk_bytes)) as parts:
+                async for first_block, group in parts:
+                    if verdict.done():
+                        break
+                    header = wire.encode_chunk(first_block, group, checksums=self._checksums)
+                    await self._write(sock, [header, *group] if group else [wire.STILL_HERE], verdict)
+                    sent_bytes += len(header) + sum(map(len, group))
             if not verdict.done():
                 await self._write(sock, [wire.LAST_CHUNK], verdict)
             async with asyncio.timeout(self._silence_timeout_s):
@@ -119,6 +119,8 @@ class TcpMover:
             if header.last:
                 intake.complete()
                 return
+            if header.waits:
+                continue
             if header.payload_bytes > len(buffer):
                 buffer = memoryview(bytearray(header.payload_bytes))
             payload = buffer[: header.payload_bytes]

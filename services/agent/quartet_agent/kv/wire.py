@@ -1,10 +1,10 @@
 """The bytes of a transfer, without any I/O. Little-endian.
 
-    sender    hello: magic "QKV2", epoch u32, length of the transfer's name u16, pad u16, secret 16 bytes, chunk bytes
+    sender    hello: magic "QKV3", epoch u32, length of the transfer's name u16, pad u16, secret 16 bytes, chunk bytes
               u32; the name
     receiver  answer: code u8, 0 = go on; anything else ends the transfer
     sender    chunks: first block u32, number of blocks u32, payload bytes u32, slot u32, checksum u64; the payload
-              a chunk with no blocks says that this was all
+              a chunk with no blocks says that this was all; with slot 1, that more is being computed
     receiver  answer
 
 Where payloads go through memory that both sides reach (``quartet_agent.kv.slots``), the first answer is followed by an
@@ -23,7 +23,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from quartet_agent.kv.mover import Buffer, MoveError, MoveReason
 
-MAGIC: Final = b"QKV2"
+MAGIC: Final = b"QKV3"
 SECRET_BYTES: Final = 16
 MAX_NAME_BYTES: Final = 256
 MAX_CHUNK_BYTES: Final = 64 * 1024 * 1024
@@ -35,6 +35,8 @@ ANSWER: Final = struct.Struct("<B")
 _REASONS: Final = tuple(MoveReason)
 _GO_ON: Final = ANSWER.pack(0)
 LAST_CHUNK: Final = CHUNK.pack(0, 0, 0, 0, 0)
+STILL_HERE: Final = CHUNK.pack(0, 0, 0, 1, 0)
+"""What a sender says while it waits for more to send, so that the receiver does not take it for dead."""
 OFFER: Final = struct.Struct("<III")
 MAX_DESCRIPTION_BYTES: Final = 64 * 1024
 
@@ -115,7 +117,12 @@ class ChunkHeader:
     @property
     def last(self) -> bool:
         """Whether this says that all was sent."""
-        return bool(self.blocks == 0)
+        return bool(self.blocks == 0 and self.slot == 0)
+
+    @property
+    def waits(self) -> bool:
+        """Whether this says that there is nothing to send just now."""
+        return bool(self.blocks == 0 and self.slot != 0)
 
     def compare(self, blocks: Iterable[Buffer]) -> None:
         """Raises ``MoveError`` (checksum) unless these are the blocks."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from quartet_sim.simulation.studies import ablations, knees, objective, phases, policies
+from quartet_sim.simulation.studies import ablations, knees, objective, phases, policies, splits
 from quartet_sim.simulation.studies.table import Table, Told, markdown
 
 Study = Callable[[int, Told], Sequence[Table]]
@@ -21,6 +21,7 @@ STUDIES: Final[Mapping[str, Study]] = MappingProxyType(
         "objective": objective.study,
         "phases": phases.study,
         "ablations": ablations.study,
+        "splits": splits.study,
     }
 )
 

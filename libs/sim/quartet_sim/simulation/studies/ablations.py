@@ -23,6 +23,8 @@ PARTS: Final[Mapping[str, Settings]] = {
     "without ledger": Settings(ledger=False, hold=False),
     "without affinity": Settings(affinity=False),
     "without split": Settings(split=False),
+    "split if J is less": Settings(split_margin=1.0),
+    "without overlap": Settings(overlap=False),
     "with the long-prompt filter at 4,096": Settings(long_context_tokens=4096),
     "without the long-prompt filter": Settings(long_context_tokens=1 << 30),
 }

@@ -22,7 +22,7 @@ RULES: Final[Mapping[str, tuple[str, Settings]]] = {
         "finish-time", Settings(long_context_tokens=_NO_FILTER, split=False, kappa=0.0),
     ),
     "no filter, no split, κ = 0.3": ("finish-time", Settings(long_context_tokens=_NO_FILTER, split=False, kappa=0.3)),
-    "no filter, split if J < 0.7 of whole": ("clear-split", Settings(long_context_tokens=_NO_FILTER)),
+    "no filter, split if J is less": ("finish-time", Settings(long_context_tokens=_NO_FILTER, split_margin=1.0)),
     "no filter, no split, sum of ratios": ("sum", Settings(long_context_tokens=_NO_FILTER, split=False)),
     "no filter, no split, sum of squares": ("squares", Settings(long_context_tokens=_NO_FILTER, split=False)),
     "no filter, squares, split if < 0.7": ("squares-clear-split", Settings(long_context_tokens=_NO_FILTER)),

@@ -22,6 +22,7 @@ ROWS: Final[Mapping[str, tuple[str, Settings]]] = {
     "finish-time, as configured by default": (OURS, Settings()),
     "finish-time, long-prompt filter at 4,096": (OURS, Settings(long_context_tokens=4096)),
     "finish-time, no long-prompt filter": (OURS, UNFILTERED),
+    "finish-time, no filter, split if J is less": (OURS, structs.replace(UNFILTERED, split_margin=1.0)),
     "finish-time, no filter, no split": (OURS, structs.replace(UNFILTERED, split=False)),
     "squares-clear-split, no filter": ("squares-clear-split", UNFILTERED),
     **{name: (name, UNFILTERED) for name in BASELINES},
