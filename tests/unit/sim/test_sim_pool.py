@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from quartet_core.block_cache import BlockCache
 from quartet_core.openai import Refused
 from quartet_core.profile import Profile
-from quartet_sim.blocks import BlockCache
 from quartet_sim.content import chain
 from quartet_sim.engine import Finished, Job, SimulatedEngine
 from quartet_sim.pool import Fenced, KvPool

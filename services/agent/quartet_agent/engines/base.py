@@ -256,9 +256,9 @@ class PagePool(Protocol):
         """Called as ``fill``."""
         ...
 
-    def coldest(self, limit: int) -> list[ColdPrefix]:
-        """Called while too few blocks are empty: up to ``limit`` prefixes that are wholly cached and whose last block
-        is idle, the longest unused first. None of them is a part of another one."""
+    def coldest(self, limit: int, least_tokens: int) -> list[ColdPrefix]:
+        """Called while too few blocks are empty: up to ``limit`` prefixes of ``least_tokens`` or more that are wholly
+        cached and whose last block is idle, the longest unused first. None of them is a part of another one."""
         ...
 
     def drain_reuse(self) -> tuple[list[float], list[float]]:
