@@ -545,6 +545,7 @@ class KvCommand(Struct):
     setup_ms: Amount = 0.0
     prefix: int = 0
     manifest: bytes = b""
+    committed: bool = False
 
 
 class KvLease(Struct):

@@ -23,6 +23,9 @@ from quartet_agent.kv.commands import KvCommands
 from quartet_agent.kv.departures import Departures
 from quartet_agent.kv.figures import FetchFigures
 from quartet_agent.kv.mover import Mover
+from quartet_agent.kv.pages import Pages
+from quartet_agent.kv.pressure import INTERVAL_S as _PRESSURE_INTERVAL_S
+from quartet_agent.kv.pressure import PressureAuthor
 from quartet_agent.kv.sends import Sends
 from quartet_agent.loading.resident import ResidentSet
 from quartet_agent.runs import Run, RunPorts
@@ -42,6 +45,7 @@ from quartet_bus.messages import (
     AffinityUpdate,
     Cancel,
     Handshake,
+    KvPressure,
     NodeInventory,
     Phase,
     PrefetchCommand,
@@ -133,6 +137,8 @@ class AgentService(Service):
         self.every(_TICK_S, self._tick)
         self.every(_AFFINITY_INTERVAL_S, self._tick_affinity)
         self.every(self.config.fleet.inventory_interval_ms / 1e3, self.inventory.announce)
+        if self.config.kv.pool:
+            self.every(_PRESSURE_INTERVAL_S, self.pressure.tick)
         if self._telemetry is not None:
             self._telemetry.start()
             self.every(self.config.telemetry.interval_ms / 1e3, self._tick_telemetry)
@@ -186,6 +192,8 @@ class AgentService(Service):
             self._say_progress,
             lease_ms=config.kv.lease_ms,
         )
+        self.pages = Pages(self.departures, self._page_came, self._page_left) if config.kv.pool else None
+        self.pressure = PressureAuthor(self.instance, self.incarnation, hosted, config.kv, self._say_pressure)
         self._ports = RunPorts(
             loop=loop,
             now_ms=self._now_ms,
@@ -237,7 +245,7 @@ class AgentService(Service):
             await self.hear(subjects.worker_cancel(worker.id), partial(self.streams.cancel_on, worker))
             await self.hear(subjects.worker_kv(worker.id), self.handshakes.hear)
         await self.hear_raw(subjects.cancel_raw(), self._on_cancel)
-        commands = KvCommands(self.workers, self.arrivals, self.departures)
+        commands = KvCommands(self.workers, self.arrivals, self.departures, self.pages)
         await self.answer(subjects.kv_command(self.instance), commands.answer)
         await self.hear(subjects.prefetch(self.instance), self._on_prefetch)
         controls = Controls(self.workers, self.board, self.inventory, self._affinity, self._status, self.config)
@@ -330,6 +338,16 @@ class AgentService(Service):
             self._sent_bytes[report.source] = self._sent_bytes.get(report.source, 0) + report.kv_bytes
             self._moved.labels("wire").inc(report.wire_bytes)
             self._moved.labels("charged").inc(report.kv_bytes)
+
+    def _say_pressure(self, pressure: KvPressure) -> None:
+        self.say(subjects.kv_pressure(), pressure)
+
+    def _page_came(self, worker: str, transfer: str) -> None:
+        self.board.touch(self.workers[worker])
+        self.log.debug("a page came", worker=worker, transfer=transfer)
+
+    def _page_left(self, worker: str) -> None:
+        self.board.touch(self.workers[worker])
 
     def _say_handshake(self, word: Handshake) -> None:
         self.say(subjects.worker_kv(word.worker), word)

@@ -49,7 +49,10 @@ class TransferView(Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One transfer under way. ``route`` is None for one that was refused before a path was looked for."""
+    """One transfer under way. ``route`` is None for one that was refused before a path was looked for.
+
+    ``manifest`` is what a page's source said of its blocks, for its target.
+    """
 
     plan: TransferPlan
     machine: Transfer
@@ -62,6 +65,7 @@ class Entry:
     wire_bytes: int = 0
     link: str = ""
     detail: str = ""
+    manifest: bytes = b""
 
     def side_of(self, worker: str, incarnation: int) -> Side | None:
         """Which end of the transfer this worker is, if any."""

@@ -114,12 +114,16 @@ class Conductor:
 
     # What it is told -------------------------------------------------------------------------------------------------
 
-    def plan(self, plan: TransferPlan, heard_ns: int) -> None:
-        """Take up a plan that was heard at ``heard_ns``, or refuse it aloud. A known one is left as it is."""
+    def plan(self, plan: TransferPlan, heard_ns: int, manifest: bytes = b"") -> None:
+        """Take up a plan that was heard at ``heard_ns``, or refuse it aloud. A known one is left as it is.
+
+        ``manifest`` is what a page's target must know of its blocks.
+        """
         if plan.transfer in self.book:
             self._metrics.plans_ignored.labels("duplicate").inc()
             return
         entry = self._enter(plan, heard_ns)
+        entry.manifest = manifest
         try:
             if self.book.full:
                 raise NotPlanned(Failure.OVERLOADED, f"{len(self.book)} transfers under way")
