@@ -6,7 +6,6 @@ import random
 from collections import Counter
 
 import msgspec
-import pytest
 from virtual.virtual_fleet import VirtualFleet
 
 from quartet_bus import subjects
@@ -80,7 +79,16 @@ async def conversations(pool, nodes=NODES, pause_s=20.0, kv=None, **sections):
 def test_look():
     for pool in (False, True):
         told = run_virtual(conversations(pool))
-        print(pool, len(told.pages()), told.computed(), Counter(e.worker for e in told.ends if e.role is Role.BOTH),
-              Counter((r.reason, r.source, r.target, r.link) for r in told.done), told.refused, told.left, told.free)
+        print(
+            pool,
+            len(told.pages()),
+            told.computed(),
+            Counter(e.worker for e in told.ends if e.role is Role.BOTH),
+            Counter((r.reason, r.source, r.target, r.link) for r in told.done),
+            told.refused,
+            told.left,
+            told.free,
+        )
         print(told.failed[:3])
-        for v in told.views: print(v)
+        for v in told.views:
+            print(v)

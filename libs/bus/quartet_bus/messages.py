@@ -513,6 +513,7 @@ class KvVerb(StrEnum):
     RENEW = "renew"
     LEASES = "leases"
     PAGE = "page"
+    HELD = "held"
 
 
 class KvCommand(Struct):
@@ -523,7 +524,9 @@ class KvCommand(Struct):
     after ``setup_ms`` for ``kv_bytes``. COMMIT makes the blocks readable on the target. RELEASE frees either side.
 
     PAGE has the idle blocks of ``prefix`` on ``worker`` kept for a page-out, and answers with how many tokens they are
-    and with their ``manifest``, which goes with the RESERVE of the same transfer. RENEW and RELEASE are for it, too.
+    and with their ``manifest``, which goes with the RESERVE of the same transfer. RENEW and RELEASE are for it, too: a
+    RELEASE that says ``committed`` tells the source that its page is elsewhere, so that its own blocks may go. HELD
+    asks ``worker`` how many leading ``tokens`` of a page's ``manifest`` it has already.
     """
 
     verb: KvVerb
@@ -564,7 +567,7 @@ class KvReply(Struct):
     """An agent's answer to a ``KvCommand``. ``reason`` names why ``ok`` is false, for example fenced or no_space.
 
     ``term`` goes with the reason old_term: the highest one this agent obeyed. ``tokens`` and ``manifest`` (a
-    ``PageManifest`` in msgpack, which no coordinator reads) answer a PAGE.
+    ``PageManifest`` in msgpack, which no coordinator reads) answer a PAGE, ``tokens`` a HELD.
     """
 
     ok: bool

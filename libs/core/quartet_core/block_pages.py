@@ -123,6 +123,17 @@ class BlockPages:
         self.out_blocks += dropped
         return dropped
 
+    def held(self, contents: Sequence[int]) -> int:
+        """How many leading blocks of a page are cached here; they are then as good as just kept."""
+        cache = self._cache
+        count = cache.match(contents, len(contents))
+        if count:
+            blocks = cache.prefix(contents[count - 1])
+            assert blocks is not None  # matched just now
+            cache.refer(blocks)
+            cache.release(blocks)
+        return count
+
     def keep(self, blocks: Sequence[int], right: int, page: Page) -> int:
         """Cache the first ``right`` of these referenced blocks as ``page`` says, and free the others; nobody refers to
         any of them then. Returns how many were not cached before."""

@@ -29,6 +29,7 @@ from quartet_agent.kv.pressure import PressureAuthor
 from quartet_agent.kv.sends import Sends
 from quartet_agent.loading.resident import ResidentSet
 from quartet_agent.runs import Run, RunPorts
+from quartet_agent.store.hosted import host_stores
 from quartet_agent.streams import Streams
 from quartet_agent.telemetry import wiring
 from quartet_agent.telemetry.author import TelemetryAuthor
@@ -173,6 +174,8 @@ class AgentService(Service):
         hosted = host_workers(
             config, self._catalogue, self.instance, self.random, loop, self._now_ms, wall_s, self._congested, self.log
         )
+        engines = list(hosted)
+        hosted += host_stores(self.instance, engines, config.kv, loop, self._now_ms, self.random)
         for worker in hosted:
             worker.adapter.on_life(partial(self._on_life, worker))
         self.workers = {worker.id: worker for worker in hosted}
@@ -211,11 +214,11 @@ class AgentService(Service):
         self.inventory = InventoryAuthor(
             config, self._catalogue, self.instance, self.incarnation, hosted, self._say_inventory
         )
-        self.resident = ResidentSet(loop, (worker.facts.model for worker in hosted), self._resident_changed)
+        self.resident = ResidentSet(loop, (worker.facts.model for worker in engines), self._resident_changed)
         self.inventory.resident = self._in_memory()
         rows, hashes = config.router.affinity_rows, config.router.affinity_hashes
         self._affinity = {worker.id: AffinityAuthor(worker, rows, hashes, self._say_affinity) for worker in hosted}
-        self._telemetry = self._read_host(hosted)
+        self._telemetry = self._read_host(engines)
         self._watch()
 
     def _read_host(self, hosted: list[HostedWorker]) -> TelemetryAuthor | None:

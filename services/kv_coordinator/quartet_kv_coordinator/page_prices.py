@@ -90,7 +90,12 @@ class PagePrices:
                     here_ms=here_ms,
                 )
             )
-        return Price(offers, max(profile.prefill_ms(0, cold.tokens) - profile.a_ms, 0.0), kv_bytes)
+        return Price(offers, _recompute_ms(profile, 0, cold.tokens), kv_bytes)
+
+    def recompute_ms(self, source: Told, held: int, new: int) -> float:
+        """What computing ``new`` tokens behind ``held`` ones takes at the source; 0 where nobody knows."""
+        profile = self._profile(source.replica.info)
+        return 0.0 if profile is None else _recompute_ms(profile, held, new)
 
     def _profile(self, info: WorkerInfo) -> Profile | None:
         served = self._models.get(info.model)
@@ -100,3 +105,8 @@ class PagePrices:
             )
         except UnknownProfile:
             return None
+
+
+def _recompute_ms(profile: Profile, held: int, new: int) -> float:
+    """As in ``quartet_core.links.choose``: the returning turn is prefilled in any case."""
+    return max(profile.prefill_ms(held, new) - profile.a_ms, 0.0)

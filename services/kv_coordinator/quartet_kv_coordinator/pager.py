@@ -1,8 +1,9 @@
 """Pages cold prefixes out of workers whose KV is nearly full, before it is evicted there: the virtual VRAM pool.
 
 A worker says what it could part with (``kv.pressure``); what leaves, and for where, `quartet_core.paging` says. The
-worker is asked to pin it (PAGE), and from then on it is a transfer like any other, which the conductor carries. Only
-the active coordinator pages; the others listen, so that they know the pool when they lead.
+worker is asked to pin it (PAGE), the target how much of it is there already (HELD), and from then on it is a transfer
+like any other, which the conductor carries. Only the active coordinator pages; the others listen, so that they know the
+pool when they lead.
 """
 
 from collections import Counter, OrderedDict
@@ -46,9 +47,11 @@ class Going:
 
     transfer: str
     source: str
+    incarnation: int
+    node: str
     target: str
     tokens: int
-    node: str
+    out_ms: float
 
 
 class Pager:
@@ -81,7 +84,7 @@ class Pager:
         self.refused: Counter[str] = Counter()
         """Why prefixes stayed where they were, since start, each prefix counted once for a reason."""
         self.outcomes: Counter[str] = Counter()
-        """Page-outs that were done and that failed, since start."""
+        """Page-outs that were done, that failed, and that needed no bytes (held), since start."""
 
     def __len__(self) -> int:
         return len(self._going)
@@ -184,10 +187,8 @@ class Pager:
     def _begin(self, source: Told, page: PageOut, now_ns: int) -> None:
         self._begun += 1
         info, cold = source.replica.info, page.cold
-        going = Going(
-            f"page-{self._office.instance}-{self._office.term}-{self._begun}", info.id, page.target, cold.tokens,
-            source.replica.node,
-        )  # fmt: skip
+        name = f"page-{self._office.instance}-{self._office.term}-{self._begun}"
+        going = Going(name, info.id, info.incarnation, source.replica.node, page.target, cold.tokens, page.out_ms)
         self._going[going.transfer] = going
         self._promised[going.target] += going.tokens
         self._leaving[going.source] += 1
@@ -195,25 +196,48 @@ class Pager:
         self._resting[cold.prefix] = now_ns + _RESTS_NS
         while len(self._resting) > _MAX_RESTING:
             self._resting.popitem(last=False)
-        command = self._command(KvVerb.PAGE, going, info.incarnation)
+        command = self._command(KvVerb.PAGE, going, going.source, going.incarnation)
         command.prefix = cold.prefix
-        self._office.carry(
-            going.node, command, lambda: going.transfer in self._going, partial(self._pinned, going, info.incarnation)
-        )
+        self._office.carry(going.node, command, lambda: name in self._going, partial(self._pinned, going))
 
-    def _pinned(self, going: Going, incarnation: int, reply: KvReply | None) -> None:
-        """The source's answer to PAGE: the transfer begins, or nothing."""
+    def _pinned(self, going: Going, reply: KvReply | None) -> None:
+        """The source's answer to PAGE: if it is pinned, its target is asked what it has of it."""
         if going.transfer not in self._going:
             return
         target = self._roster.find(going.target)
-        source = self._roster.find(going.source)
-        if reply is None or not reply.ok or target is None or source is None:
-            self._end(going.transfer)
-            self.outcomes["failed"] += 1
+        if reply is None or not reply.ok or target is None:
             self._metrics.unpinned.labels("unanswered" if reply is None else reply.reason or "gone").inc()
+            self.outcomes["failed"] += 1
+            self._end(going.transfer)
             if reply is None or reply.ok:  # it may be pinned: its lease would end it, but later
-                release = self._command(KvVerb.RELEASE, going, incarnation)
-                self._office.carry(going.node, release, lambda: True, _unheard)
+                self._release(going)
+            return
+        command = self._command(KvVerb.HELD, going, going.target, target.info.incarnation)
+        command.tokens, command.manifest = reply.tokens, reply.manifest
+        self._office.carry(
+            target.node, command, lambda: going.transfer in self._going, partial(self._compared, going, reply)
+        )
+
+    def _compared(self, going: Going, pinned: KvReply, reply: KvReply | None) -> None:
+        """The target's answer to HELD: the rest is not worth moving, or the transfer begins."""
+        if going.transfer not in self._going:
+            return
+        source, target = self._roster.find(going.source), self._roster.find(going.target)
+        if source is None or target is None:
+            self.outcomes["failed"] += 1
+            self._end(going.transfer)
+            self._release(going)
+            return
+        if (
+            reply is not None
+            and reply.ok
+            and reply.tokens
+            and self._as_good_as_there(going, reply.tokens, pinned.tokens)
+        ):
+            self.outcomes["held"] += 1
+            self._metrics.held.inc()
+            self._end(going.transfer)
+            self._release(going, committed=True)
             return
         plan = TransferPlan(
             transfer=going.transfer,
@@ -221,18 +245,30 @@ class Pager:
             stream=StreamId(going.transfer),
             model=source.info.model,
             source=going.source,
-            source_incarnation=incarnation,
+            source_incarnation=going.incarnation,
             target=going.target,
             target_incarnation=target.info.incarnation,
-            tokens=reply.tokens,
-            kv_bytes=reply.tokens * source.info.layout.bytes_per_token,
+            tokens=pinned.tokens,
+            kv_bytes=pinned.tokens * source.info.layout.bytes_per_token,
             deadline_ms=PAGE_DEADLINE_MS,
         )
-        self._conductor.plan(plan, self._office.now_ns(), reply.manifest)
+        self._conductor.plan(plan, self._office.now_ns(), pinned.manifest)
 
-    def _command(self, verb: KvVerb, going: Going, incarnation: int) -> KvCommand:
+    def _as_good_as_there(self, going: Going, held: int, tokens: int) -> bool:
+        """Whether what the target lacks of a page is computed sooner than all of the page is moved."""
+        source = self.pools.find(going.source, self._office.now_ns())
+        return held >= tokens or (
+            source is not None and self._prices.recompute_ms(source, held, tokens - held) < going.out_ms
+        )
+
+    def _release(self, going: Going, *, committed: bool = False) -> None:
+        command = self._command(KvVerb.RELEASE, going, going.source, going.incarnation)
+        command.committed = committed
+        self._office.carry(going.node, command, lambda: True, _unheard)
+
+    def _command(self, verb: KvVerb, going: Going, worker: str, incarnation: int) -> KvCommand:
         return KvCommand(
-            verb, going.transfer, self._office.term, self._office.instance, going.source, incarnation,
+            verb, going.transfer, self._office.term, self._office.instance, worker, incarnation,
             reason=TransferReason.PAGE_OUT, lease_ms=self._config.lease_ms,
         )  # fmt: skip
 

@@ -13,15 +13,17 @@ class PoolMetrics:
         self._pages = metrics.counter("pages", "Prefixes that were paged out.", ("source", "target"))
         self._tokens = metrics.counter("paged_tokens", "Tokens whose KV was paged out.", ("source", "target"))
         self._bytes = metrics.counter("paged_bytes", "KV bytes that were paged out.", ("source", "target"))
+        self.held = metrics.counter("pages_held", "Prefixes of which the target had all, so that nothing was moved.")
         self.refused = metrics.counter("unpaged", "Cold prefixes that stayed where they were, by reason.", ("reason",))
         self.unpinned = metrics.counter("pages_unpinned", "Prefixes that their worker did not part with.", ("reason",))
         self._kv = metrics.gauge("pool_tokens", "Room for tokens of each tier, by what is in it.", ("tier", "state"))
         self._workers = metrics.gauge("pool_workers", "Workers and stores of each tier.", ("tier",))
         self._pressed = metrics.gauge("pool_pressed", "Workers with too little KV empty.", ("tier",))
         self._did = metrics.gauge(
-            "pool_page_tokens", "Tokens that came by pages, left by them, and were found after they came; of those that "
-            "live, since their start.", ("tier", "what"),
-        )  # fmt: skip
+            "pool_page_tokens",
+            "Tokens that came by pages, left by them, and were found then; of workers that live, since their start.",
+            ("tier", "what"),
+        )
 
     def moved(self, source: str, target: str, tokens: int, kv_bytes: int) -> None:
         """A page arrived."""

@@ -4,8 +4,8 @@ For a prefix of f tokens that worker h holds, and a worker w that holds less of 
 
     TTFT = waited + max(wait_w, iteration_h / 2 + transfer(f)) + drift_w·prefill_w(f, rest) + steps carried along
 
-The holder computes nothing: it lends at the end of its iteration under way, whatever waits there. The transfer runs
-while w works off what is ahead. TPOT, harm and J are those of ``finish_time``.
+The holder computes nothing: it lends at the end of its iteration under way, whatever waits there (a store at once: it
+has no iterations). The transfer runs while w works off what is ahead. TPOT, harm and J are those of ``finish_time``.
 
 Only workers that the hard filters leave for all of the prompt are thought of: a fetch may fail, and then they compute
 it.
@@ -69,7 +69,7 @@ def _fetched_from(
 ) -> Plan | None:  # fmt: skip
     """The best of ``others`` for a prefix that ``lender`` holds, if it costs less than ``bound``."""
     fleet, board, kappa = view.fleet, view.board, view.kappa
-    lend_ms = lending_ms(board.loads[lender.slot])
+    lend_ms = 0.0 if lender.kind.store else lending_ms(board.loads[lender.slot])
     kv_bytes = fetched * lender.kind.layout.bytes_per_token
     rest = ask.prompt_tokens - fetched
     best: Plan | None = None

@@ -273,6 +273,11 @@ class PagePool(Protocol):
         """
         ...
 
+    def held(self, manifest: PageManifest) -> int:
+        """Called for HELD: how many leading tokens of a page are cached here; what is counts as just kept, since a page
+        that is nearly all here is not moved. 0 from an engine that cannot tell."""
+        ...
+
     def keep_pages(self, transfer: str, manifest: PageManifest) -> int:
         """Called for COMMIT of a page-out that came: put the blocks of the committed lease into the prefix cache, idle.
 

@@ -48,6 +48,11 @@ class SimulatedPages:
         page = self._pool.pin_page(transfer, prefix)
         return None if page is None else PageManifest(page.contents, page.rungs, page.idle_ms, page.uses)
 
+    def held(self, manifest: PageManifest) -> int:
+        """As ``PagePool.held``."""
+        self._tell_time()
+        return self._pool.pages.held(manifest.contents) * self._pool.block_tokens
+
     def keep_pages(self, transfer: str, manifest: PageManifest) -> int:
         """As ``PagePool.keep_pages``."""
         self._tell_time()

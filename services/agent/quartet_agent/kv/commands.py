@@ -49,6 +49,8 @@ class KvCommands:
                 return KvReply(True, transfer, leases=leases)
             case KvVerb.PAGE:
                 return self._page(command)
+            case KvVerb.HELD:
+                return self._held(command)
 
     def _reserve(self, command: KvCommand) -> KvReply:
         worker = self._workers.get(command.worker)
@@ -73,6 +75,15 @@ class KvCommands:
         if self._pages is None:
             return KvReply(False, command.transfer, "not_capable")
         return self._pages.page(command, worker)
+
+    def _held(self, command: KvCommand) -> KvReply:
+        worker = self._workers.get(command.worker)
+        if worker is None or worker.incarnation != command.incarnation:
+            return KvReply(False, command.transfer, "fenced")
+        manifest = manifest_of(command)
+        if self._pages is None or worker.adapter.pages is None or manifest is None:
+            return KvReply(False, command.transfer, "not_capable")
+        return KvReply(True, command.transfer, tokens=worker.adapter.pages.held(manifest))
 
     def _move(self, command: KvCommand) -> KvReply:
         worker = self._workers.get(command.worker)
