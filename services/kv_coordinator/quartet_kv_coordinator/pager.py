@@ -228,12 +228,8 @@ class Pager:
             self._end(going.transfer)
             self._release(going)
             return
-        if (
-            reply is not None
-            and reply.ok
-            and reply.tokens
-            and self._as_good_as_there(going, reply.tokens, pinned.tokens)
-        ):
+        held = reply.tokens if reply is not None and reply.ok else 0
+        if held and self._as_good_as_there(going, held, pinned.tokens):
             self.outcomes["held"] += 1
             self._metrics.held.inc()
             self._end(going.transfer)

@@ -41,11 +41,11 @@ _LENDS, _FETCHES = -1_000_001, -2_000_001
 def best_fetch(
     view: View, spread: Callable[[int, int], int], ask: Ask, candidates: Candidates, held: int, bound: float
 ) -> Plan | None:
-    """The best plan that fetches, if its J is clearly below ``bound``, which is that of the best plan without.
+    """The best plan that fetches, if its J is clearly below ``bound``, which is that of the best plan without (from a
+    store: below it at all).
 
     ``held`` is how many tokens that plan's worker holds. Call it only when a coordinator is there to move anything.
     """
-    bound *= GAIN
     lenders, deeper = 0, 0
     for depth, holders in candidates.holders:
         if depth - held < FETCH_TOKENS or lenders == _LENDERS:
@@ -57,7 +57,9 @@ def best_fetch(
             continue
         fetched = depth - depth % lender.kind.layout.block_tokens
         others = candidates.whole ^ (candidates.whole & deeper)
-        plan = _fetched_from(view, spread, ask, candidates, lender, fetched, others, bound)
+        # What a store has was put there to come back, and lending it disturbs nobody: there any gain will do.
+        most = bound if lender.kind.store else GAIN * bound
+        plan = _fetched_from(view, spread, ask, candidates, lender, fetched, others, most)
         if plan is not None:
             return plan
     return None
