@@ -12,7 +12,7 @@ from quartet_bus.client import InferError
 from quartet_bus.loop import run_virtual
 
 MODEL = "llama-8b"
-DEATHS = 8
+DEATHS = 6
 KV = {
     "pool": True, "page_min_idle_ms": 0.0, "page_cycle_ms": 1.0, "store_bytes": 5_000_000_000,
     # slow enough for a page to be met on its way, quick enough for it to be worth it
@@ -25,7 +25,7 @@ def node(name, hardware, kv_tokens):
     return {"node": name, "fabrics": ("RDMA_ROCE", "TCP"), "engines": [engine]}
 
 
-NODES = [node("a", "H100_SXM5", 40_000), node("b", "H100_SXM5", 40_000), node("c", "L40S_PCIE", 120_000)]
+NODES = [node("a", "H100_SXM5", 24_000), node("b", "H100_SXM5", 24_000), node("c", "L40S_PCIE", 120_000)]
 
 
 async def ask(fleet, source):
@@ -86,7 +86,9 @@ async def story(seed):
             "paged": sum((pager.outcomes for pager in pagers(fleet).values()), Counter()),
             "going": sum(len(pager) for pager in pagers(fleet).values()),
             "leased": sum(len(agent.arrivals) + len(agent.departures) + len(agent.pages) for agent in agents),
-            "referenced": [w.adapter.pages.fill().referenced_blocks for agent in agents for w in agent.workers.values()],
+            "referenced": [
+                worker.adapter.pages.fill().referenced_blocks for agent in agents for worker in agent.workers.values()
+            ],
         }  # fmt: skip
 
 

@@ -40,6 +40,9 @@ _RESTS_NS = 10_000_000_000
 
 _MAX_RESTING = 16_384
 
+_AVOIDED_NS = 5_000_000_000
+"""A target that a page did not reach gets no other one for so long."""
+
 
 @dataclass(slots=True)
 class Going:
@@ -55,13 +58,17 @@ class Going:
 
 
 class Pager:
-    """The page-outs of one coordinator. Does nothing but listen until it is told to ``lead``."""
+    """The page-outs of one coordinator. Does nothing but listen until it is told to ``lead``.
+
+    ``life`` is a name that no other life of a coordinator has: it is in its transfers' names.
+    """
 
     def __init__(
         self, office: Office, conductor: Conductor, roster: Roster, lanes: Lanes, catalogue: Catalogue,
-        models: Mapping[str, ModelSection], config: KvSection, metrics: PoolMetrics,
+        models: Mapping[str, ModelSection], config: KvSection, metrics: PoolMetrics, life: str,
     ) -> None:  # fmt: skip
         self._office = office
+        self._life = life
         self._conductor = conductor
         self._roster = roster
         self._config = config
@@ -77,6 +84,7 @@ class Pager:
         self._promised: Counter[str] = Counter()
         self._leaving: Counter[str] = Counter()
         self._resting: OrderedDict[int, int] = OrderedDict()  # prefix → until when (ns)
+        self._avoided: dict[str, int] = {}  # target → until when (ns)
         self._stay: OrderedDict[int, Unpaged] = OrderedDict()  # prefix → why it stayed when last looked at
         self._begun = 0
         self.pools = Pools(roster)
@@ -107,7 +115,9 @@ class Pager:
             return
         done = report.state != State.ABORTED
         self.outcomes["done" if done else "failed"] += 1
-        if done:
+        if not done:
+            self._avoid(going.target)
+        else:
             self._metrics.moved(self._tier(going.source), self._tier(going.target), report.tokens, report.kv_bytes)
         told = self.pools.find(going.source, self._office.now_ns())
         if done and told is not None and told.state.pressed:
@@ -119,6 +129,8 @@ class Pager:
         self.pools.forget(now_ns)
         while self._resting and next(iter(self._resting.values())) <= now_ns:
             self._resting.popitem(last=False)
+        for target in [target for target, until_ns in self._avoided.items() if until_ns <= now_ns]:
+            del self._avoided[target]
         self._metrics.show(self.pools)
 
     def abandon(self) -> None:
@@ -162,7 +174,11 @@ class Pager:
             wanted -= chosen.cold.tokens
 
     def _choose(self, source: Told, now_ns: int) -> PageOut | None:
-        places = self._prices.places(source, now_ns)
+        places = [
+            (told, room)
+            for told, room in self._prices.places(source, now_ns)
+            if self._avoided.get(told.replica.info.id, 0) <= now_ns
+        ]
         colds = [
             Cold(cold.prefix, cold.tokens, cold.idle_ms + (now_ns - source.heard_ns) / 1e6, cold.uses, cold.paged)
             for cold in source.state.cold
@@ -187,7 +203,7 @@ class Pager:
     def _begin(self, source: Told, page: PageOut, now_ns: int) -> None:
         self._begun += 1
         info, cold = source.replica.info, page.cold
-        name = f"page-{self._office.instance}-{self._office.term}-{self._begun}"
+        name = f"page-{self._life}-{self._begun}"
         going = Going(name, info.id, info.incarnation, source.replica.node, page.target, cold.tokens, page.out_ms)
         self._going[going.transfer] = going
         self._promised[going.target] += going.tokens
@@ -267,6 +283,9 @@ class Pager:
             verb, going.transfer, self._office.term, self._office.instance, worker, incarnation,
             reason=TransferReason.PAGE_OUT, lease_ms=self._config.lease_ms,
         )  # fmt: skip
+
+    def _avoid(self, target: str) -> None:
+        self._avoided[target] = self._office.now_ns() + _AVOIDED_NS
 
     def _end(self, transfer: str) -> Going | None:
         going = self._going.pop(transfer, None)

@@ -89,7 +89,7 @@ class CoordinatorService(Service):
         self._conductor = Conductor(self, self._roster, self._lanes, self._counts, lease_ms=config.kv.lease_ms)
         self.pager = Pager(
             self, self._conductor, self._roster, self._lanes, self._catalogue, config.models, config.kv,
-            PoolMetrics(self.metrics),
+            PoolMetrics(self.metrics), f"{instance}-{random.getrandbits(32):08x}",
         )  # fmt: skip
         self._watch = Watch()
         self._leadership: Leadership | None = None
