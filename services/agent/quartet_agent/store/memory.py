@@ -95,12 +95,12 @@ class StoreMemory:
         del self._leases[transfer]
         self._tell_time()
         right, most = 0, min(lease.tokens // self._block_tokens, len(manifest.contents))
-        size = len(lease.came[0] or b"") if lease.came else 0
-        while right < most and len(lease.came[right] or b"") == size:
+        size = len(lease.came[0] or b"")
+        while right < most and (came := lease.came[right]) and len(came) == size:
             right += 1
-        for block, came in zip(lease.blocks[:right], lease.came, strict=False):
-            assert came is not None  # counted just now
-            self._bytes[block] = came
+        for block, held in zip(lease.blocks[:right], lease.came, strict=False):
+            assert held is not None  # counted just now
+            self._bytes[block] = held
         self._pages.keep(lease.blocks, right, Page(manifest.contents, manifest.rungs, manifest.idle_ms, manifest.uses))
         for index, rung in manifest.rungs:
             if index < right:
