@@ -214,7 +214,7 @@ class Pager:
             self._resting.popitem(last=False)
         command = self._command(KvVerb.PAGE, going, going.source, going.incarnation)
         command.prefix = cold.prefix
-        self._office.carry(going.node, command, lambda: name in self._going, partial(self._pinned, going))
+        self._office.carry(going.node, command, partial(self.__contains__, name), partial(self._pinned, going))
 
     def _pinned(self, going: Going, reply: KvReply | None) -> None:
         """The source's answer to PAGE: if it is pinned, its target is asked what it has of it."""
@@ -231,7 +231,7 @@ class Pager:
         command = self._command(KvVerb.HELD, going, going.target, target.info.incarnation)
         command.tokens, command.manifest = reply.tokens, reply.manifest
         self._office.carry(
-            target.node, command, lambda: going.transfer in self._going, partial(self._compared, going, reply)
+            target.node, command, partial(self.__contains__, going.transfer), partial(self._compared, going, reply)
         )
 
     def _compared(self, going: Going, pinned: KvReply, reply: KvReply | None) -> None:
@@ -276,7 +276,7 @@ class Pager:
     def _release(self, going: Going, *, committed: bool = False) -> None:
         command = self._command(KvVerb.RELEASE, going, going.source, going.incarnation)
         command.committed = committed
-        self._office.carry(going.node, command, lambda: True, _unheard)
+        self._office.carry(going.node, command, _always, _unheard)
 
     def _command(self, verb: KvVerb, going: Going, worker: str, incarnation: int) -> KvCommand:
         return KvCommand(
@@ -303,6 +303,11 @@ def _less(counts: Counter[str], key: str, by: int) -> None:
     counts[key] -= by
     if counts[key] <= 0:
         del counts[key]
+
+
+def _always() -> bool:
+    """A release is worth repeating until it is answered."""
+    return True
 
 
 def _unheard(_: KvReply | None) -> None:

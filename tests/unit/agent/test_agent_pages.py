@@ -1,4 +1,4 @@
-"""What an agent does with pages: pins them unseen, sends them, keeps those that come, drops those that are elsewhere."""
+"""What an agent does with pages: pins and sends them, keeps those that come, drops those that are elsewhere."""
 
 import asyncio
 

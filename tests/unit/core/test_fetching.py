@@ -240,10 +240,10 @@ def test_a_dead_cordoned_or_leaving_store_lends_nothing_and_comes_back_empty():
     for change in ("dead", "cordoned", "leaving", "gone"):
         routing = with_store()
         told = fleets.facts("s0", "L40S_PCIE", role="store", kv_tokens=200_000, cordoned=change == "cordoned")
-        if change == "dead":
-            routing.hear("c", "s0", 1, pack(free_kv=15, queue=0, batch=0, drift=0, accepting=True), 1, Verdict.DEAD, 0.0)
-        elif change == "leaving":
-            routing.hear("c", "s0", 1, pack(free_kv=15, queue=0, batch=0, drift=0, accepting=False), 1, Verdict.UP, 0.0)
+        if change in ("dead", "leaving"):
+            verdict = Verdict.DEAD if change == "dead" else Verdict.UP
+            told_word = pack(free_kv=15, queue=0, batch=0, drift=0, accepting=change == "dead")
+            routing.hear("c", "s0", 1, told_word, 1, verdict, 0.0)
         else:
             routing.learn("s", [] if change == "gone" else [told], 0.0, {"RDMA_ROCE": 46.6})
         assert not routing.decide(ask()).plan.fetches, change

@@ -1,9 +1,9 @@
 """Paths and their prices: which link is taken, what it can carry, and when moving KV beats computing it."""
 
 import pytest
-from msgspec import structs
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from quartet_core.catalogue import builtin
 from quartet_core.links import Link, best_path, cheaper_to_move, link_between, place_on, transfer_ms
