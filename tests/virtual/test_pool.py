@@ -3,15 +3,19 @@
 import asyncio
 import json
 import random
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
 from virtual.virtual_fleet import VirtualFleet
 
 from quartet_bus import subjects
+from quartet_bus.config.load import load
 from quartet_bus.loop import run_virtual
 from quartet_bus.messages import Phase, RequestEvent, Role, TransferReport
 
+PAGE = Path(__file__).parents[2] / "docs" / "pool.md"
 MODEL = "llama-8b"
 TALKS = 8
 TURNS = 3
@@ -44,7 +48,9 @@ class Told:
         return [report for report in self.done if report.reason == "page_out"]
 
     def computed(self):
-        return sum(e.prompt_tokens - e.cached_tokens - e.transferred_tokens for e in self.ends if e.role is Role.BOTH)
+        """Prompt tokens that some engine computed: of whole requests, and of first halves."""
+        halves = (Role.BOTH, Role.PREFILL)
+        return sum(e.prompt_tokens - e.cached_tokens - e.transferred_tokens for e in self.ends if e.role in halves)
 
 
 async def talk(fleet, number, told, pause_s):
@@ -119,6 +125,12 @@ def test_the_answers_are_those_of_the_run_without_and_most_is_not_computed_again
     assert all(unpaged.texts.values())
     assert paged.texts == unpaged.texts
     assert stored.texts == unpaged.texts
+    for name, told in (("without", unpaged), ("with an L40S", paged), ("with a store", stored)):
+        asked = sum(end.prompt_tokens for end in told.ends if end.role is not Role.PREFILL)
+        moved = sum(page.tokens for page in told.pages())
+        line = f"{name}: {asked:,} prompt tokens, {told.computed():,} computed, {moved:,} paged out"
+        print(line)
+        assert line in PAGE.read_text(), "docs/pool.md says otherwise"
     new = TALKS * (FIRST_TOKENS + (TURNS - 1) * ADDED_TOKENS)
     assert unpaged.computed() > 2.5 * new
     assert paged.computed() < 1.3 * new
@@ -149,3 +161,9 @@ def test_nothing_is_left_over(unpaged, paged, stored):
     for told in (unpaged, paged, stored):
         assert set(told.left) == {0}
         assert set(told.free) == {0.0}
+
+
+def test_what_the_page_writes_into_a_file_is_a_configuration(tmp_path):
+    (text,) = re.findall(r"cat > pool.toml <<'END'\n(.*?)END\n", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "pool.toml").write_text(text)
+    assert load([tmp_path / "pool.toml"], {}).kv.pool

@@ -258,3 +258,16 @@ def test_long_prompts_are_fetched_from_stores_too():
     routing = with_store()
     routing._filters._long_prompt_tokens = routing._filters._least_long_tokens = 4096
     assert routing.decide(ask()).plan.fetches
+
+
+def test_a_page_comes_back_from_an_l40s_to_an_h100_where_that_pays_and_is_used_in_place_where_not():
+    def decided(gb_per_s, queue_ms):
+        routing = fleet(gb_per_s, "H100_SXM5", "L40S_PCIE")
+        hold(routing, 1)
+        word(routing, 1, queue=queue_ms, batch=4 if queue_ms else 0)
+        plan = routing.decide(ask()).plan
+        return plan.prefill, plan.fetches
+
+    assert decided(46.6, 900.0) == (0, True)
+    assert decided(0.5, 900.0) == (0, False), "computed on the H100: the link is slow"
+    assert decided(0.5, 0.0) == (1, False), "the L40S has it and has time: used in place"
