@@ -274,7 +274,8 @@ class Conductor:
         if machine.state is State.RESERVED and machine.ready:
             if lane.is_waiting(name):
                 return
-            lane.wait(name, machine.deadline_ns, entry.plan.kv_bytes, route)
+            page = entry.plan.reason is TransferReason.PAGE_OUT
+            lane.wait(name, machine.deadline_ns, entry.plan.kv_bytes, route, yields=page)
             self._grant([lane], now_ns)
         elif machine.on_the_wire:
             if not lane.is_sending(name):
