@@ -1,7 +1,8 @@
 """``make chaos``: a fleet of processes under load, whose agents and coordinators are killed at random (SIGKILL).
 
-    python tests/perf/kv_chaos.py [--seconds 60] [--rate 4] [--seed 1]
+    python tests/perf/kv_chaos.py [--seconds 60] [--rate 4] [--seed 1] [--pool]
 
+With ``--pool`` the workers do both halves, have little KV and page it out to each other and to stores.
 Two prefill and two decode agents, two coordinators, a router, a collector and a broker, each a process of its own; KV
 crosses between agents by their movers. After the last death, once the load has ended and a lease has run out, every
 agent is asked what it holds, and every coordinator what it carries. Prints one JSON line; exits with 1 unless that is
@@ -48,8 +49,9 @@ PATIENCE_S = 90.0
 class Ground:
     """The processes, by name."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, pool: bool = False) -> None:
         self._directory = directory
+        self._pool = pool
         self._server = NatsServer(directory / "nats")
         self.children: dict[str, Child] = {}
         self.ports: dict[str, int] = {}
@@ -71,7 +73,9 @@ class Ground:
         shared.write_text(
             f'[nats]\nurl = "{self.url}"\n[fleet]\nport = {free_udp_port()}\ndead_ms = 1000.0\n'
             f'[models.{MODEL}]\nspec = "llama-3.1-8b"\nsketch = "tokens"\n[router]\ndispatch_ack_ms = 1000.0\n'
-            f"[kv]\nlease_ms = {LEASE_MS}\n[service]\nstop_timeout_ms = 2000\n"
+            f"[kv]\nlease_ms = {LEASE_MS}\n"
+            + ("pool = true\nstore_bytes = 4_000_000_000\npage_min_idle_ms = 0.0\n" if self._pool else "")
+            + "[service]\nstop_timeout_ms = 2000\n"
         )
         for name in names:
             self.children[name] = self._child(name, shared)
@@ -112,7 +116,8 @@ class Ground:
             hardware, role = NODES[name]
             own.write_text(
                 f'[agent]\nnode = "{name}"\nfabrics = ["RDMA_ROCE", "TCP"]\n[[agent.engines]]\nkind = "simulated"\n'
-                f'model = "{MODEL}"\nhardware = "{hardware}"\nrole = "{role}"\n'
+                f'model = "{MODEL}"\nhardware = "{hardware}"\n'
+                + ("kv_tokens = 24_000\n" if self._pool else f'role = "{role}"\n')
             )
         else:
             own.write_text(f'[kv]\ngrpc = "127.0.0.1:{self.doors[name]}"\n' if name in COORDINATORS else "")
@@ -169,22 +174,23 @@ async def held(bus: NatsBus) -> dict[str, dict[str, object]]:
     return found
 
 
-async def carried(ground: Ground) -> tuple[int, int]:
-    """(transfers under way, transfers done) of all coordinators, as their doors say."""
-    live = done = 0
+async def carried(ground: Ground) -> tuple[int, int, int]:
+    """(transfers under way, transfers done, pages among these) of all coordinators, as their doors say."""
+    live = done = pages = 0
     for port in ground.doors.values():
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             reply = await CoordinatorStub(channel).ListTransfers(pb.ListTransfersRequest(limit=1000), timeout=5.0)
         live += sum(transfer.live for transfer in reply.transfers)
         done += sum(transfer.state == "released" for transfer in reply.transfers)
-    return live, done
+        pages += sum((each.state, each.reason) == ("released", "page_out") for each in reply.transfers)
+    return live, done, pages
 
 
-async def story(seconds: float, rate: float, seed: int) -> dict[str, object]:
+async def story(seconds: float, rate: float, seed: int, *, pool: bool = False) -> dict[str, object]:
     """All of it; what was left at the end."""
     source, killed = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="quartet-chaos-") as directory:
-        ground = Ground(Path(directory))
+        ground = Ground(Path(directory), pool=pool)
         bus = None
         try:
             await ground.open()
@@ -203,11 +209,11 @@ async def story(seconds: float, rate: float, seed: int) -> dict[str, object]:
                 await ground._ready(name)
             await asyncio.sleep(LEASE_MS / 1e3 + 2.0)
             left = await held(bus)
-            live, done = await carried(ground)
+            live, done, pages = await carried(ground)
             await client.close()
             return {
                 "bench": "kv_chaos",
-                "config": {"seconds": seconds, "per_s": rate, "seed": seed},
+                "config": {"seconds": seconds, "per_s": rate, "seed": seed, "pool": pool},
                 "killed": dict(killed),
                 "requests": len(asked),
                 "answers": dict(answers),
@@ -217,6 +223,7 @@ async def story(seconds: float, rate: float, seed: int) -> dict[str, object]:
                 "agents": left,
                 "transfers_live": live,
                 "transfers_done_since_last_restart": done,
+                "pages_done_since_last_restart": pages,
             }
         finally:
             if bus is not None:
@@ -230,8 +237,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pool", action="store_true", help="with the virtual VRAM pool, under KV pressure")
     told = parser.parse_args()
-    found = asyncio.run(story(told.seconds, told.rate, told.seed))
+    found = asyncio.run(story(told.seconds, told.rate, told.seed, pool=told.pool))
     print(json.dumps(found))
     clean = not (found["hung"] or found["leased"] or found["streams"] or found["transfers_live"])
     return 0 if clean else 1

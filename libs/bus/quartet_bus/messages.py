@@ -44,11 +44,15 @@ Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class Role(StrEnum):
-    """What a worker does of a request. ``BOTH`` as a worker's role means that it takes either half."""
+    """What a worker does of a request. ``BOTH`` as a worker's role means that it takes either half.
+
+    ``STORE`` is the role of host memory that keeps paged KV: it takes no request, and only lends.
+    """
 
     BOTH = "both"
     PREFILL = "prefill"
     DECODE = "decode"
+    STORE = "store"
 
 
 class StreamId(Struct, frozen=True, array_like=True):
@@ -509,6 +513,7 @@ class KvVerb(StrEnum):
     RENEW = "renew"
     LEASES = "leases"
     PAGE = "page"
+    HELD = "held"
 
 
 class KvCommand(Struct):
@@ -518,6 +523,11 @@ class KvCommand(Struct):
     to send what is computed of the prompt, and the rest as it comes to be: to ``address``, presenting ``secret`` first,
     charging the link at ``gb_per_s`` after ``setup_ms`` for ``kv_bytes``. COMMIT makes the blocks readable on the
     target. RELEASE frees either side.
+
+    PAGE has the idle blocks of ``prefix`` on ``worker`` kept for a page-out, and answers with how many tokens they are
+    and with their ``manifest``, which goes with the RESERVE of the same transfer. RENEW and RELEASE are for it, too: a
+    RELEASE that says ``committed`` tells the source that its page is elsewhere, so that its own blocks may go. HELD
+    asks ``worker`` how many leading ``tokens`` of a page's ``manifest`` it has already.
     """
 
     verb: KvVerb
@@ -537,6 +547,9 @@ class KvCommand(Struct):
     link: str = ""
     gb_per_s: Amount = 0.0
     setup_ms: Amount = 0.0
+    prefix: int = 0
+    manifest: bytes = b""
+    committed: bool = False
 
 
 class KvLease(Struct):
@@ -554,7 +567,8 @@ class KvLease(Struct):
 class KvReply(Struct):
     """An agent's answer to a ``KvCommand``. ``reason`` names why ``ok`` is false, for example fenced or no_space.
 
-    ``term`` goes with the reason old_term: the highest one this agent obeyed.
+    ``term`` goes with the reason old_term: the highest one this agent obeyed. ``tokens`` and ``manifest`` (a
+    ``PageManifest`` in msgpack, which no coordinator reads) answer a PAGE, ``tokens`` a HELD.
     """
 
     ok: bool
@@ -565,6 +579,68 @@ class KvReply(Struct):
     secret: bytes = b""
     leases: tuple[KvLease, ...] = ()
     term: Count = 0
+    tokens: Count = 0
+    manifest: bytes = b""
+
+
+class PageManifest(Struct, frozen=True, array_like=True):
+    """What the blocks of a page-out are, so that its target can find them again: one content id for each, in order.
+
+    A content id is the name that the engine's own prefix cache has for a full block behind all blocks before it: 64
+    bits that mean something to engines of the same kind alone. ``rungs`` are (block index, rung hash) of the ladder's
+    rungs that end in these blocks. ``idle_ms`` is how long they had not been used, ``uses`` how often they had been.
+    """
+
+    contents: tuple[int, ...]
+    rungs: tuple[tuple[Count32, int], ...] = ()
+    idle_ms: Amount = 0.0
+    uses: Count32 = 0
+
+
+class ColdPrefix(Struct, frozen=True, array_like=True):
+    """A cached prefix of ``tokens`` tokens (whole blocks) that nobody has used for ``idle_ms``.
+
+    ``prefix`` is the content id of its last block. ``uses`` counts how often it was taken from the cache. ``paged`` is
+    the deepest prefix of it that was paged out from here before, 0 for none: it came back since.
+    """
+
+    prefix: int
+    tokens: Count
+    idle_ms: Amount
+    uses: Count32 = 0
+    paged: int = 0
+
+
+class PoolState(Struct, frozen=True, array_like=True):
+    """One worker's KV as the virtual VRAM pool sees it, in blocks: empty, idle (cached, used by nobody), referenced.
+
+    ``pressed`` says that too few are empty; ``cold`` are then its coldest prefixes, the coldest first. ``returns`` and
+    ``losses`` count, since the state before, prefixes that were used again, and that were evicted, by how long they had
+    been idle (``quartet_core.reuse``). The other counts are since the worker's start: blocks that came by page-outs
+    and were kept, that left by them and were dropped here, and of the former those that were found by requests.
+    """
+
+    worker: str
+    incarnation: Count32
+    total_blocks: Count
+    empty_blocks: Count
+    idle_blocks: Count
+    pressed: bool = False
+    cold: tuple[ColdPrefix, ...] = ()
+    returns: tuple[Count32, ...] = ()
+    losses: tuple[Count32, ...] = ()
+    in_blocks: Count = 0
+    out_blocks: Count = 0
+    hit_blocks: Count = 0
+    hit_tokens: Count = 0
+
+
+class KvPressure(Struct):
+    """How full the KV of a node's workers is: once a second, and four times while one of them is pressed."""
+
+    node: str
+    incarnation: Count32
+    pools: tuple[PoolState, ...] = ()
 
 
 class TransferReport(Struct):

@@ -20,6 +20,7 @@ from quartet_bus.messages import (
     GatewayLife,
     Handshake,
     KvCommand,
+    KvPressure,
     LedgerNote,
     LinkTable,
     NodeInventory,
@@ -227,6 +228,11 @@ def kv_failed() -> Topic[TransferReport]:
 def kv_links() -> Topic[LinkTable]:
     """Link state, and who the active coordinator is."""
     return Topic(f"{PREFIX}.kv.links", LinkTable)
+
+
+def kv_pressure() -> Topic[KvPressure]:
+    """How full workers' KV is, and what of it could be paged out; agents to coordinators."""
+    return Topic(f"{PREFIX}.kv.pressure", KvPressure)
 
 
 def kv_command(node: str) -> Topic[KvCommand]:

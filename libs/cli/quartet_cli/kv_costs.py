@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from msgspec import structs
+
 from quartet_core.catalogue import builtin
 from quartet_core.links import choose, link_between, place_on, transfer_ms
 
@@ -11,11 +13,14 @@ MODELS = (("llama-3.1-8b", 1), ("llama-3.1-70b", 4))
 
 ENDS = (
     ("one host", "H100_SXM5", True),
+    ("memory", "H100_SXM5", True),
+    ("memory", "L40S_PCIE", True),
     ("RDMA", "H100_SXM5", True),
     ("RDMA", "L40S_PCIE", True),
     ("Ethernet", "L40S_PCIE", False),
 )
-"""Where the target is, seen from H100s that prefilled; its cards; whether both hosts have RoCE at 400 Gb/s."""
+"""Where the target is, seen from H100s that prefilled ("memory": from its own host's memory, where a store has it); its
+cards; whether both hosts have RoCE at 400 Gb/s."""
 
 ARTICLE_MS = (2.0, 50.0)
 """The article's "50 ms to 2 ms"."""
@@ -42,10 +47,11 @@ def _row(model: str, gpus: int, tokens: int, where: str, into: str, *, rdma: boo
     nic_gb_per_s = 46.6 if rdma else 0.0
     source, target = (
         place_on(node, catalogue.hardware_class(hardware), gpus, "roce" if rdma else "", nic_gb_per_s)
-        for node, hardware in (("a", "H100_SXM5"), ("a" if where == "one host" else "b", into))
+        for node, hardware in (("a", "H100_SXM5"), ("a" if where in ("one host", "memory") else "b", into))
     )
+    if where == "memory":
+        source = structs.replace(source, host=True)
     link = link_between(source, target)
-
     choice = choose(transfer_ms(link, kv_bytes), catalogue.profile(into, model, "fp8", gpus), 0, tokens)
     even_gb_per_s = kv_bytes / 1e6 / max(choice.recompute_ms - link.setup_ms, 1e-9)
     least, most = ARTICLE_MS

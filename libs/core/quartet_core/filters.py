@@ -80,15 +80,19 @@ class Filters:
             return Reason.ALL_BUSY if fits & ~ask.excluded else Reason.NO_WORKER
         healthy = accepting & fleet.up or accepting
         free = healthy & roomy or healthy
+        # Stores compute nothing, so what makes a worker unfit does not count: they are up, or they are not.
+        stores = 0
+        if ask.plans_fetch and (stores := fleet.stores.get(ask.model, 0)):
+            stores &= fleet.up & fleet.open & fleet.accepting & ~ask.excluded
         holders = [
             (min(covered_tokens(rung), prompt_tokens - 1), plane)
             for rung, plane in self._affinity.deepest(
-                ask.sketch, free & fleet.prefills, max_probes=_MAX_PROBES, grain=_GRAIN
+                ask.sketch, free & fleet.prefills | stores, max_probes=_MAX_PROBES, grain=_GRAIN
             )
         ]
         left = free
         if prompt_tokens > self._least_long_tokens:
-            left, holders = self._long(ask, free, holders, long_context)
+            left, holders = self._long(ask, free, holders, long_context, stores)
         return Candidates(
             whole=left & fleet.prefills & fleet.decodes,
             prefill=left & fleet.prefills,
@@ -101,7 +105,7 @@ class Filters:
         )  # fmt: skip
 
     def _long(
-        self, ask: Ask, free: int, holders: list[tuple[int, int]], long_context: int
+        self, ask: Ask, free: int, holders: list[tuple[int, int]], long_context: int, stores: int
     ) -> tuple[int, list[tuple[int, int]]]:
         """Take workers out that would have to compute a long prompt and should not."""
         kept = free
@@ -111,7 +115,8 @@ class Filters:
         if ask.prompt_tokens > self._long_context_tokens:
             near = _with_at_most(self._long_context_tokens, ask.prompt_tokens, holders)
             kept = kept & (near | long_context) or free & long_context or kept
-        return kept, [(cached, plane & kept) for cached, plane in holders if plane & kept]
+        lending = kept | stores
+        return kept, [(cached, plane & lending) for cached, plane in holders if plane & lending]
 
 
 def _with_at_most(uncached: int, prompt_tokens: int, holders: list[tuple[int, int]]) -> int:

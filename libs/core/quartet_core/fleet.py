@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from quartet_core.catalogue import HardwareClass
 from quartet_core.links import Place
-from quartet_core.pairing import EXPORT, OVERLAP, LayoutFacts, Replica, lacking, place_of, why_not_pair
+from quartet_core.pairing import EXPORT, OVERLAP, STORE, LayoutFacts, Replica, lacking, place_of, why_not_pair
 from quartet_core.planes import FleetPlanes
 from quartet_core.profile import Profile
 from quartet_core.sightings import Sightings
@@ -82,6 +82,11 @@ class Kind(Struct):
     def lends(self) -> bool:
         """Whether prefixes can be fetched from these workers: a handshake between engines moves whole prompts only."""
         return EXPORT in self.facts.capabilities
+
+    @property
+    def store(self) -> bool:
+        """Whether these are host memory that only lends."""
+        return self.facts.role == STORE
 
 
 class Worker(Struct):
@@ -164,6 +169,9 @@ class Fleet:
         self.decodes = 0
         self.open = 0
         """Workers that orders allow new work: not cordoned."""
+        self.stores: dict[str, int] = {}
+        """Model name → plane of the stores that lend its prefixes. They are in none of the planes above but ``open``
+        and those of verdicts: nothing is computed there."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -205,9 +213,10 @@ class Fleet:
                 vacated.extend(self._vacate(name))
         self._nodes[node] = names
         for fact in facts:
-            for name in (fact.model, *fact.adapters):  # known to the fleet, even if no worker of it can be routed to
-                self.serving.setdefault(name, 0)
-                self.kinds_of.setdefault(name, [])
+            if fact.role != STORE:
+                for name in (fact.model, *fact.adapters):  # known to the fleet, even if no worker can be routed to
+                    self.serving.setdefault(name, 0)
+                    self.kinds_of.setdefault(name, [])
             slot = self._slots.get(fact.id)
             if slot is not None:
                 worker = self.at(slot)
@@ -326,6 +335,7 @@ class Fleet:
             fact.hardware, fact.model, fact.precision, fact.tp, fact.kv_tokens, fact.max_context, fact.max_batch,
             fact.chunk_tokens, fact.capabilities, fact.layout.block_tokens, fact.layout.bytes_per_token,
             fact.layout.precision, fact.layout.revision, fact.layout.tp, fact.engine, fact.engine_version,
+            fact.role == STORE,
         )  # fmt: skip
 
     def _kind(self, fact: WorkerFacts) -> Kind:
@@ -364,7 +374,8 @@ class Fleet:
 
     def _place(self, node: str, fact: WorkerFacts, fabrics: Mapping[str, float]) -> Place:
         # A NIC's socket is left to the measured rate of its link; roots decide which path there is at all.
-        return place_of(node, fabrics, self._hardware_of(fact.hardware), fact.tp, root=fact.root)
+        hardware = self._hardware_of(fact.hardware)
+        return place_of(node, fabrics, hardware, fact.tp, root=fact.root, host=fact.role == STORE)
 
     def _occupy(self, node: str, fact: WorkerFacts, fabrics: Mapping[str, float]) -> int:
         kind = self._kind(fact)
@@ -380,11 +391,14 @@ class Fleet:
         self._slots[fact.id] = slot
         bit = 1 << slot
         kind.plane |= bit
-        for name in (fact.model, *fact.adapters):
-            self.serving[name] |= bit
-            kinds = self.kinds_of[name]
-            if kind not in kinds:
-                kinds.append(kind)
+        if kind.store:
+            self.stores[fact.model] = self.stores.get(fact.model, 0) | bit
+        else:
+            for name in (fact.model, *fact.adapters):
+                self.serving[name] |= bit
+                kinds = self.kinds_of[name]
+                if kind not in kinds:
+                    kinds.append(kind)
         self.planes.set(slot, IDLE_WORD)
         self._set_verdict(slot, Verdict.UP)
         self._set_orders(worker, fact)
@@ -397,8 +411,11 @@ class Fleet:
         worker = self.at(slot)
         clear = ~(1 << slot)
         worker.kind.plane &= clear
-        for served in (worker.facts.model, *worker.facts.adapters):
-            self.serving[served] &= clear
+        if worker.kind.store:
+            self.stores[worker.facts.model] &= clear
+        else:
+            for served in (worker.facts.model, *worker.facts.adapters):
+                self.serving[served] &= clear
         self._set_verdict(slot, Verdict.DEAD)
         self.prefills &= clear
         self.decodes &= clear
@@ -423,6 +440,6 @@ class Fleet:
     def _set_orders(self, worker: Worker, fact: WorkerFacts) -> None:
         worker.facts = fact
         bit = 1 << worker.slot
-        self.prefills = self.prefills | bit if fact.role != "decode" else self.prefills & ~bit
-        self.decodes = self.decodes | bit if fact.role != "prefill" else self.decodes & ~bit
+        self.prefills = self.prefills | bit if fact.role not in ("decode", STORE) else self.prefills & ~bit
+        self.decodes = self.decodes | bit if fact.role not in ("prefill", STORE) else self.decodes & ~bit
         self.open = self.open & ~bit if fact.cordoned else self.open | bit

@@ -5,6 +5,7 @@ capped by what the cards and NICs at both ends can take, and follows what is mea
 Rates are decimal GB/s, one way: 1 GB/s is 1e6 bytes per ms.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -34,6 +35,7 @@ LINK_CLASSES: Mapping[str, LinkClass] = {
         LinkClass("RDMA_ROCE", 46.6, 0.4, "400 GbE RoCE v2 into four L40S; setup from Mooncake's KV push, 8 x RoCE"),
         LinkClass("TCP", 9.0, 1.0, "Mooncake over TCP: 36 GB/s on four 200 Gb/s NICs, so 9 each; setup judged"),
         LinkClass("SHM", 12.0, 0.2, "judged: two copies through host memory"),
+        LinkClass("HOST", 56.0, 0.1, "88 % of PCIe Gen5 x16's 64 GB/s, as measured of Gen4 into an L40S; setup judged"),
     )
 }
 """The classes that ship; a caller may hand in others under the same names."""
@@ -48,7 +50,8 @@ class Place(Struct, frozen=True, kw_only=True):
 
     ``rdma`` is "ib", "roce" or "" without; ``nic_gb_per_s`` 0 means unknown, and caps nothing. ``host_gb_per_s`` and
     ``gpu_gb_per_s`` are per card, for ``gpus`` cards. ``numa_penalty`` >= 1 is what crossing sockets to the NIC costs.
-    ``root`` names the PCIe root complex that its cards hang on, "" where nobody said.
+    ``root`` names the PCIe root complex that its cards hang on, "" where nobody said. ``host`` says that the KV lies in
+    the node's memory instead of on cards.
     """
 
     node: str
@@ -61,6 +64,7 @@ class Place(Struct, frozen=True, kw_only=True):
     peer_to_peer: bool = True
     numa_penalty: float = 1.0
     root: str = ""
+    host: bool = False
 
 
 def place_on(
@@ -81,11 +85,13 @@ def place_on(
 def best_path(source: Place, target: Place) -> str:
     """The name of the fastest link class that both ends have.
 
-    On one node: NVLink, else PCIe peer to peer under one root complex (as far as that is known: between two of them it
-    is slow or not there at all), else shared host memory. Between nodes: RDMA when both speak the same kind of it, else
-    TCP.
+    On one node: between a card and the node's memory PCIe; between cards NVLink, else PCIe peer to peer under one root
+    complex (as far as that is known: between two of them it is slow or not there at all), else shared host memory.
+    Between nodes, from cards or memory: RDMA when both speak the same kind of it, else TCP.
     """
     if source.node == target.node:
+        if source.host or target.host:
+            return "HOST"
         if source.gpu_link == target.gpu_link == "nvlink":
             return "NVLINK"
         apart = source.root and target.root and source.root != target.root
@@ -98,12 +104,13 @@ def best_path(source: Place, target: Place) -> str:
 def ceiling_gb_per_s(path: str, source: Place, target: Place) -> float:
     """The most the ends can send and take over ``path``: their cards' links, and the NICs between nodes.
 
-    One L40S takes in 28 GB/s (PCIe Gen4 x16) however fast its NIC is; four of them take what the NIC gives.
+    One L40S takes in 28 GB/s (PCIe Gen4 x16) however fast its NIC is; four of them take what the NIC gives. A node's
+    memory is quicker than either, and caps nothing.
     """
     if path in ("NVLINK", "PCIE_P2P"):
         return min(source.gpus * source.gpu_gb_per_s, target.gpus * target.gpu_gb_per_s)
-    ceiling = min(source.gpus * source.host_gb_per_s, target.gpus * target.host_gb_per_s)
-    if path != "SHM":
+    ceiling = min(math.inf if place.host else place.gpus * place.host_gb_per_s for place in (source, target))
+    if path not in ("SHM", "HOST"):
         for place in (source, target):
             if place.nic_gb_per_s > 0:
                 ceiling = min(ceiling, place.nic_gb_per_s)

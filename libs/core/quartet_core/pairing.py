@@ -21,6 +21,12 @@ OVERLAP = "overlap"
 split's transfer then begins before its prefill ends. Without it all of a transfer comes after the prefill."""
 
 
+PAGE = "page"
+"""Capability that a page-out needs at both ends besides: idle prefixes are told, pinned, kept and dropped."""
+
+STORE = "store"
+"""Role of host memory that keeps paged KV (``quartet_bus.messages.Role``)."""
+
 HANDSHAKE = "handshake:"
 """Capability of an engine that hands KV to its like by itself: ``handshake:<connector>``. Two workers that name the
 same connector pair without export, import, leases and coordinator: their agents only pass on what the engines say."""
@@ -134,12 +140,14 @@ def place_of(
     root: str = "",
     numa: int = -1,
     nic_numa: int = -1,
+    host: bool = False,
 ) -> Place:
     """Where a worker on ``gpus`` cards of ``hardware`` stands, in a node that announces ``fabrics``.
 
     ``fabrics`` are link classes of the inventory with their rate in GB/s. InfiniBand wins over RoCE where a node has
     both. Peer to peer over PCIe is taken for granted unless the node offers shared memory in its stead. ``root`` is the
     PCIe root complex of its cards, ``numa`` and ``nic_numa`` the NUMA nodes of cards and NIC, -1 where nobody said.
+    ``host``: it is the node's memory, beside such cards.
     """
     rdma: Literal["ib", "roce", ""] = ""
     if "RDMA_IB" in fabrics:
@@ -158,4 +166,5 @@ def place_of(
         peer_to_peer="PCIE_P2P" in fabrics or "SHM" not in fabrics,
         numa_penalty=NUMA_PENALTY if numa >= 0 and nic_numa >= 0 and numa != nic_numa else 1.0,
         root=root,
+        host=host,
     )

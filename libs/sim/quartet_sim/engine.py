@@ -145,6 +145,7 @@ class SimulatedEngine:
         ``Fenced`` for a decode job without a committed lease of its prompt's size, and for a whole job whose transfer
         has no committed lease; ``ValueError`` for an id in use.
         """
+        self.pool.blocks.now_ms = now_ms
         if job.id in self._jobs:
             raise ValueError(f"job {job.id} is here already")
         if job.max_tokens < 1:
@@ -185,6 +186,7 @@ class SimulatedEngine:
         """Start the next iteration; return its duration in milliseconds, or None when nothing can run."""
         if self._iteration is not None:
             raise RuntimeError("an iteration is under way")
+        self.pool.blocks.now_ms = now_ms
         schedule = self._schedule
         iteration, preempted = schedule.plan(self.chunk_tokens, now_ms)
         # told at the end of the iteration, as everything is
@@ -201,6 +203,7 @@ class SimulatedEngine:
         iteration = self._iteration
         if iteration is None:
             raise RuntimeError("no iteration is under way")
+        self.pool.blocks.now_ms = now_ms
         self._iteration = None
         self.steps += 1
         self.busy_ms += iteration.duration_ms

@@ -5,6 +5,9 @@ a prefill job pins its prompt's blocks, ``export`` reads them; what its ended ch
 grows. ``release`` frees either side, at any time, once or more
 often. Every call of a writer carries the epoch of its lease: after a new reservation or a release, the late writer
 with an old one is fenced. Leases expire by the agent's clock, not by this one: it calls ``release``.
+
+Pages of the virtual VRAM pool go the same ways: ``pin_page`` → ``export`` → ``drop_page`` (or ``release``, and nothing
+has happened), and ``reserve`` → ``write`` → ``commit`` → ``keep_page``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +15,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from quartet_core.block_cache import BlockCache
+from quartet_core.block_pages import BlockPages, Page
 from quartet_sim import content
-from quartet_sim.blocks import BlockCache
 
 
 class Fenced(Exception):
@@ -38,11 +42,12 @@ class Lease(Struct):
 
 
 class Pin(Struct):
-    """Blocks that hold a computed prompt of ``tokens`` tokens, kept for an outgoing transfer."""
+    """Blocks that hold a computed prompt of ``tokens`` tokens, kept for an outgoing transfer; ``page`` of idle ones."""
 
     transfer: str
     tokens: int
     blocks: list[int]
+    page: bool = False
 
 
 class Growing(Struct):
@@ -75,10 +80,11 @@ class Adopted(Struct):
 class KvPool:
     """Blocks of ``block_tokens`` tokens, leases and pins. ``blocks`` is where sequences take theirs."""
 
-    __slots__ = ("_growing", "_leases", "_pins", "block_tokens", "blocks")
+    __slots__ = ("_growing", "_leases", "_pins", "block_tokens", "blocks", "pages")
 
     def __init__(self, total_blocks: int, block_tokens: int) -> None:
         self.blocks = BlockCache(total_blocks)
+        self.pages = BlockPages(self.blocks)
         self.block_tokens = block_tokens
         self._leases: dict[str, Lease] = {}
         self._pins: dict[str, Pin] = {}
@@ -157,16 +163,60 @@ class KvPool:
         self._growing.pop(transfer, None)
         pin = self._pins.pop(transfer, None)
         if pin is not None:
-            self.blocks.release(pin.blocks)
+            self._unpin(pin)
         return lease is not None or pin is not None
+
+    def _unpin(self, pin: Pin) -> None:
+        if pin.page:
+            self.pages.unpin(pin.transfer)
+        else:
+            self.blocks.release(pin.blocks)
 
     def pin(self, transfer: str, tokens: int, blocks: list[int]) -> None:
         """Keep ``blocks``, whose references pass from the caller to the pin. A pin of the same name is freed first."""
         self._growing.pop(transfer, None)
         old = self._pins.pop(transfer, None)
         if old is not None:
-            self.blocks.release(old.blocks)
+            self._unpin(old)
         self._pins[transfer] = Pin(transfer, tokens, blocks)
+
+    def pin_page(self, transfer: str, prefix: int) -> Page | None:
+        """Keep the idle prefix whose last block's content is ``prefix``; None when there is none, or the name is taken.
+
+        A prefix is idle while nobody refers to its last block and nothing is cached behind it.
+        """
+        if transfer in self._pins:
+            return None
+        pinned = self.pages.pin(transfer, prefix)
+        if pinned is None:
+            return None
+        page, blocks = pinned
+        self._pins[transfer] = Pin(transfer, len(blocks) * self.block_tokens, blocks, page=True)
+        return page
+
+    def drop_page(self, transfer: str) -> int:
+        """The page is elsewhere: end its pin and evict what nobody used since; returns how many blocks. 0 without."""
+        pin = self._pins.get(transfer)
+        if pin is None or not pin.page:
+            return 0
+        del self._pins[transfer]
+        return self.pages.drop(transfer)
+
+    def keep_page(self, transfer: str, page: Page) -> int:
+        """End the committed lease of a page that came: its blocks are cached and idle, as far as they are right.
+
+        Returns how many leading blocks of ``page`` are cached now. Raises ``Fenced`` (and leaves the lease) when it is
+        missing or not committed.
+        """
+        lease = self._committed(transfer)
+        del self._leases[transfer]
+        right, full = 0, min(lease.tokens // self.block_tokens, len(page.contents))
+        while right < full and lease.digests[right] == content.digest(
+            content.payload(page.contents[right], self.block_tokens)
+        ):
+            right += 1
+        self.pages.keep(lease.blocks, right, page)
+        return right
 
     def grow(self, transfer: str, tokens: int, blocks: list[int], ready: int) -> None:
         """A prefill for ``transfer`` goes on: the first ``ready`` of its ``blocks`` have their KV now.

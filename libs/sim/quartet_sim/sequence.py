@@ -161,7 +161,7 @@ class EngineSequence:
         fresh = []
         for index in range(first, last):
             own = blocks[index]
-            kept = keep(own, keys[index])
+            kept = keep(own, keys[index], keys[index - 1] if index else 0)
             if kept == own:
                 fresh.append(index)
             else:

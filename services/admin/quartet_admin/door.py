@@ -10,6 +10,7 @@ from quartet_admin import wire
 from quartet_admin.errors import Absent, Denied, NoAnswer, UnknownPolicy, UnknownRequest, UnknownWorker, WishFailed
 from quartet_admin.gathering import TooManyQuestions
 from quartet_admin.service import AdminService, RouterChoice
+from quartet_bus.messages import Role
 from quartet_rpc.errors import CallFailed, invalid, not_found, relayed, unavailable
 from quartet_rpc.server import RpcService
 from quartet_rpc.v1 import admin_pb2 as pb
@@ -25,7 +26,7 @@ DECISIONS_INTERVAL_S = 0.05
 """Decisions are passed on in small batches: fresh enough for people, cheap at any rate."""
 INTERVAL_MS = range(100, 60_001)
 
-_ROLE_WORDS = {role: word for word, role in wire.ROLES.items()}
+_ROLE_WORDS = {role: word for word, role in wire.ROLES.items() if word is not Role.STORE}
 
 
 class AdminDoor(AdminServicer):
@@ -86,7 +87,7 @@ class AdminDoor(AdminServicer):
     async def SetRole(self, request: pb.SetRoleRequest, context: object) -> pb.WorkerReply:
         role = _ROLE_WORDS.get(request.role)
         if role is None:
-            raise invalid(f"role must be one of {', '.join(pb.Role.Name(role) for role in wire.ROLES.values())}")
+            raise invalid(f"role must be one of {', '.join(pb.Role.Name(role) for role in _ROLE_WORDS)}")
         return await self._order(request.worker, "role", role.value)
 
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: object) -> pb.PolicyReply:

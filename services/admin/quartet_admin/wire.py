@@ -10,7 +10,12 @@ from quartet_core import word as words
 from quartet_core.verdict import Verdict
 from quartet_rpc.v1 import admin_pb2 as pb
 
-ROLES = {Role.BOTH: pb.ROLE_BOTH, Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
+ROLES = {
+    Role.BOTH: pb.ROLE_BOTH,
+    Role.PREFILL: pb.ROLE_PREFILL,
+    Role.DECODE: pb.ROLE_DECODE,
+    Role.STORE: pb.ROLE_STORE,
+}
 VERDICTS = {
     Verdict.UP: pb.VERDICT_UP,
     Verdict.SUSPECT: pb.VERDICT_SUSPECT,

@@ -149,7 +149,7 @@ class Controls:
         try:
             role = Role(request.argument)
         except ValueError:
-            known = ", ".join(role.value for role in Role)
+            known = ", ".join(role.value for role in Role if role is not Role.STORE)
             return ControlReply(False, reason=f"no role {request.argument!r}; try: {known}")
         for worker in workers:
             worker.role = role

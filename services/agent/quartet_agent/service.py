@@ -24,9 +24,13 @@ from quartet_agent.kv.commands import KvCommands
 from quartet_agent.kv.departures import Departures
 from quartet_agent.kv.figures import FetchFigures
 from quartet_agent.kv.mover import Mover
+from quartet_agent.kv.pages import Pages
+from quartet_agent.kv.pressure import INTERVAL_S as _PRESSURE_INTERVAL_S
+from quartet_agent.kv.pressure import PressureAuthor
 from quartet_agent.kv.sends import Sends
 from quartet_agent.loading.resident import ResidentSet
 from quartet_agent.runs import Run, RunPorts
+from quartet_agent.store.hosted import host_stores
 from quartet_agent.streams import Streams
 from quartet_agent.telemetry import wiring
 from quartet_agent.telemetry.author import TelemetryAuthor
@@ -43,6 +47,7 @@ from quartet_bus.messages import (
     AffinityUpdate,
     Cancel,
     Handshake,
+    KvPressure,
     NodeInventory,
     Phase,
     PrefetchCommand,
@@ -134,6 +139,8 @@ class AgentService(Service):
         self.every(_TICK_S, self._tick)
         self.every(_AFFINITY_INTERVAL_S, self._tick_affinity)
         self.every(self.config.fleet.inventory_interval_ms / 1e3, self.inventory.announce)
+        if self.config.kv.pool:
+            self.every(_PRESSURE_INTERVAL_S, self.pressure.tick)
         if self._telemetry is not None:
             self._telemetry.start()
             self.every(self.config.telemetry.interval_ms / 1e3, self._tick_telemetry)
@@ -168,6 +175,8 @@ class AgentService(Service):
         hosted = host_workers(
             config, self._catalogue, self.instance, self.random, loop, self._now_ms, wall_s, self._congested, self.log
         )
+        engines = list(hosted)
+        hosted += host_stores(self.instance, engines, config.kv, loop, self._now_ms, self.random)
         for worker in hosted:
             worker.adapter.on_life(partial(self._on_life, worker))
         self.workers = {worker.id: worker for worker in hosted}
@@ -187,6 +196,8 @@ class AgentService(Service):
             self._say_progress,
             lease_ms=config.kv.lease_ms,
         )
+        self.pages = Pages(self.departures, self._page_came, self._page_left) if config.kv.pool else None
+        self.pressure = PressureAuthor(self.instance, self.incarnation, hosted, config.kv, self._say_pressure)
         self._ports = RunPorts(
             loop=loop,
             now_ms=self._now_ms,
@@ -205,11 +216,11 @@ class AgentService(Service):
         self.inventory = InventoryAuthor(
             config, self._catalogue, self.instance, self.incarnation, hosted, self._say_inventory
         )
-        self.resident = ResidentSet(loop, (worker.facts.model for worker in hosted), self._resident_changed)
+        self.resident = ResidentSet(loop, (worker.facts.model for worker in engines), self._resident_changed)
         self.inventory.resident = self._in_memory()
         rows, hashes = config.router.affinity_rows, config.router.affinity_hashes
         self._affinity = {worker.id: AffinityAuthor(worker, rows, hashes, self._say_affinity) for worker in hosted}
-        self._telemetry = self._read_host(hosted)
+        self._telemetry = self._read_host(engines)
         self._watch()
 
     def _read_host(self, hosted: list[HostedWorker]) -> TelemetryAuthor | None:
@@ -239,7 +250,7 @@ class AgentService(Service):
             await self.hear(subjects.worker_cancel(worker.id), partial(self.streams.cancel_on, worker))
             await self.hear(subjects.worker_kv(worker.id), self.handshakes.hear)
         await self.hear_raw(subjects.cancel_raw(), self._on_cancel)
-        commands = KvCommands(self.workers, self.arrivals, self.departures)
+        commands = KvCommands(self.workers, self.arrivals, self.departures, self.pages)
         await self.answer(subjects.kv_command(self.instance), commands.answer)
         await self.hear(subjects.prefetch(self.instance), self._on_prefetch)
         controls = Controls(self.workers, self.board, self.inventory, self._affinity, self._status, self.config)
@@ -332,6 +343,16 @@ class AgentService(Service):
             self._sent_bytes[report.source] = self._sent_bytes.get(report.source, 0) + report.kv_bytes
             self._moved.labels("wire").inc(report.wire_bytes)
             self._moved.labels("charged").inc(report.kv_bytes)
+
+    def _say_pressure(self, pressure: KvPressure) -> None:
+        self.say(subjects.kv_pressure(), pressure)
+
+    def _page_came(self, worker: str, transfer: str) -> None:
+        self.board.touch(self.workers[worker])
+        self.log.debug("a page came", worker=worker, transfer=transfer)
+
+    def _page_left(self, worker: str) -> None:
+        self.board.touch(self.workers[worker])
 
     def _say_handshake(self, word: Handshake) -> None:
         self.say(subjects.worker_kv(word.worker), word)

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from quartet_bus.config.schema import ModelSection
-from quartet_bus.messages import NodeInventory
+from quartet_bus.messages import NodeInventory, Role
 from quartet_core.openai import unknown_model
 from quartet_gateway.errors import fleet_unknown
 
@@ -127,6 +127,8 @@ class ModelBook:
 def _models_of(inventory: NodeInventory) -> tuple[ServedModel, ...]:
     models: dict[str, ServedModel] = {}
     for worker in inventory.workers:
+        if worker.role is Role.STORE:
+            continue  # answers nobody
         for name, base in ((worker.model, ""), *((adapter, worker.model) for adapter in worker.adapters)):
             known = models.get(name)
             if known is None or known.max_context < worker.max_context:

@@ -54,7 +54,7 @@ class Entry:
     """One transfer under way. ``route`` is None for one that was refused before a path was looked for.
 
     ``left_bytes`` had not crossed when its source was through, as far as that is known; ``settled_bytes`` is what the
-    lane was told of it.
+    lane was told of it. ``manifest`` is what a page's source said of its blocks, for its target.
     """
 
     plan: TransferPlan
@@ -72,6 +72,7 @@ class Entry:
     trickled: bool = False
     left_bytes: int = 0
     settled_bytes: int = -1
+    manifest: bytes = b""
 
     def side_of(self, worker: str, incarnation: int) -> Side | None:
         """Which end of the transfer this worker is, if any."""

@@ -23,6 +23,7 @@ from quartet_core.transfer import (
     Reserve,
     Reserved,
     Side,
+    State,
     Step,
     Unanswered,
 )
@@ -121,6 +122,10 @@ def command_of(entry: Entry, action: Action, *, term: int, coordinator: str, lea
     )
     if isinstance(action, Move):
         command.address, command.secret = action.address, action.secret
+    elif isinstance(action, Reserve):
+        command.manifest = entry.manifest
+    elif isinstance(action, Release):
+        command.committed = entry.machine.state is State.COMMITTED
     return side, command
 
 

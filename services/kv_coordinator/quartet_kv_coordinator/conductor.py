@@ -115,12 +115,16 @@ class Conductor:
 
     # What it is told -------------------------------------------------------------------------------------------------
 
-    def plan(self, plan: TransferPlan, heard_ns: int) -> None:
-        """Take up a plan that was heard at ``heard_ns``, or refuse it aloud. A known one is left as it is."""
+    def plan(self, plan: TransferPlan, heard_ns: int, manifest: bytes = b"") -> None:
+        """Take up a plan that was heard at ``heard_ns``, or refuse it aloud. A known one is left as it is.
+
+        ``manifest`` is what a page's target must know of its blocks.
+        """
         if plan.transfer in self.book:
             self._metrics.plans_ignored.labels("duplicate").inc()
             return
         entry = self._enter(plan, heard_ns)
+        entry.manifest = manifest
         try:
             if self.book.full:
                 raise NotPlanned(Failure.OVERLOADED, f"{len(self.book)} transfers under way")
@@ -279,7 +283,8 @@ class Conductor:
         elif machine.state is State.RESERVED and machine.ready:
             if lane.is_waiting(name):
                 return
-            lane.wait(name, machine.deadline_ns, entry.plan.kv_bytes, route)
+            page = entry.plan.reason is TransferReason.PAGE_OUT
+            lane.wait(name, machine.deadline_ns, entry.plan.kv_bytes, route, yields=page)
             self._grant([lane], now_ns)
         elif machine.trickles:
             if not lane.is_sending(name):

@@ -8,6 +8,7 @@ import grpc
 
 from quartet_kv_coordinator.book import TransferView
 from quartet_kv_coordinator.planning import NotPlanned
+from quartet_kv_coordinator.pools import PoolView
 from quartet_kv_coordinator.service import CoordinatorService, UnknownNode, UnknownTransfer
 from quartet_rpc import server
 from quartet_rpc.errors import CallFailed, invalid, not_found, unavailable
@@ -124,6 +125,18 @@ class CoordinatorDoor(CoordinatorServicer):
             detail=f"{predicted_ms:.0f} ms where {request.deadline_ms:.0f} ms remain" if late else "",
         )
 
+    async def GetPool(self, request: pb.GetPoolRequest, context: object) -> pb.GetPoolReply:
+        pager = self._service.pager
+        return pb.GetPoolReply(
+            on=self._service.config.kv.pool,
+            parts=[_part(view) for view in pager.views()],
+            pages=pager.outcomes,
+            refused=pager.refused,
+            coordinator=self._service.instance,
+            term=self._service.highest_term,
+            active=self._service.active,
+        )
+
     def _must_lead(self) -> None:
         """A standby does not know what is on the links, and owns no transfer."""
         if not self._service.active:
@@ -163,4 +176,23 @@ def _transfer(view: TransferView) -> pb.Transfer:
         detail=view.detail,
         live=view.live,
         overlap_ms=view.overlap_ms,
+    )
+
+
+def _part(view: PoolView) -> pb.PoolPart:
+    return pb.PoolPart(
+        worker=view.worker,
+        node=view.node,
+        tier=view.tier,
+        model=view.model,
+        total_tokens=view.total_tokens,
+        empty_tokens=view.empty_tokens,
+        cached_tokens=view.idle_tokens,
+        pressed=view.pressed,
+        in_tokens=view.in_tokens,
+        out_tokens=view.out_tokens,
+        hit_tokens=view.hit_tokens,
+        leaving=view.leaving,
+        coming=view.coming,
+        age_ms=view.age_ms,
     )

@@ -56,6 +56,7 @@ class Lane:
         self._duty = 1.0  # the share of its time in which a transfer that trickles sends, of those that did
         self._sending: dict[str, Sending] = {}
         self._waiting: dict[str, tuple[Waiting, Route]] = {}
+        self._yielding: set[str] = set()
         self._shared_ns = 0.0  # how long a transfer that was always there would have had the lane to itself
         self._at_ns = 0
 
@@ -91,15 +92,22 @@ class Lane:
         """Bytes that go before a newcomer with this deadline, beyond those on the wire."""
         return sum(each.kv_bytes for each, _ in self._waiting.values() if each.deadline_ns <= deadline_ns)
 
-    def wait(self, transfer: str, deadline_ns: int, kv_bytes: int, route: "Route") -> None:
-        """Queue a transfer that is ready to send."""
+    def wait(self, transfer: str, deadline_ns: int, kv_bytes: int, route: "Route", *, yields: bool = False) -> None:
+        """Queue a transfer that is ready to send. One that ``yields`` (nobody waits for it) goes when nobody else can,
+        and beside fewer than half of those that may send at once."""
         self._waiting[transfer] = Waiting(transfer, deadline_ns, kv_bytes), route
+        if yields:
+            self._yielding.add(transfer)
 
     def grant(self, now_ns: int) -> str | None:
         """The transfer that may send now, taken from the queue; None when nobody waits or there is no room."""
         if not self._waiting or self.sending >= self._limit:
             return None
         able = [each for each, route in self._waiting.values() if not any(root.full for root in route.roots)]
+        if self._yielding:
+            urgent = [each for each in able if each.transfer not in self._yielding]
+            yielding = sum(transfer in self._yielding for transfer in self._sending)
+            able = urgent or (able if yielding < max(1, self._limit // 2) else [])
         if not able:
             return None
         granted = first_of(able, now_ns, lambda kv_bytes: self.predict_ms(self.link.bytes_in_flight, kv_bytes, 1.0))
@@ -174,6 +182,7 @@ class Lane:
         without the waits of one that ``trickled``."""
         self._advance(now_ns)
         self._waiting.pop(transfer, None)
+        self._yielding.discard(transfer)
         sending = self._sending.pop(transfer, None)
         if sending is None:
             return

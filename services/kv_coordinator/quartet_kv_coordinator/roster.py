@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quartet_bus.messages import NodeInventory, NodeStamp, WorkerInfo, WorkerState
+from quartet_bus.messages import NodeInventory, NodeStamp, Role, WorkerInfo, WorkerState
 from quartet_core.catalogue import Catalogue, UnknownProfile
 from quartet_core.links import Place
 from quartet_core.pairing import place_of
@@ -141,4 +141,5 @@ class Roster:
             root=info.root,
             numa=info.numa,
             nic_numa=max((link.numa for link in inventory.links if not link.peer), default=-1),
+            host=info.role is Role.STORE,
         )

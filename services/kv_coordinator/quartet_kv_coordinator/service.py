@@ -16,6 +16,7 @@ from quartet_bus.messages import (
     FleetSnapshot,
     KvCommand,
     KvLease,
+    KvPressure,
     KvReply,
     LinkTable,
     NodeInventory,
@@ -37,11 +38,16 @@ from quartet_kv_coordinator.conductor import Conductor
 from quartet_kv_coordinator.lanes import Lane, Lanes
 from quartet_kv_coordinator.leadership import Leadership
 from quartet_kv_coordinator.metrics import CoordinatorMetrics
+from quartet_kv_coordinator.pager import Pager
 from quartet_kv_coordinator.planning import Weighed, weigh
+from quartet_kv_coordinator.pool_metrics import PoolMetrics
 from quartet_kv_coordinator.roster import Gone, Roster
 from quartet_kv_coordinator.takeover import Survey, Watch, orphaned
 
 _cancel = msgspec.msgpack.Decoder(Cancel).decode
+
+POOL_S = 1.0
+"""How often what was heard of the pool is shown as metrics, and forgotten where it is old."""
 
 TICK_S = 0.02
 """How often deadlines, renewals and the silence of others are looked at."""
@@ -64,7 +70,8 @@ class UnknownNode(LookupError):
 
 
 class CoordinatorService(Service):
-    """Hears plans, progress, inventories, verdicts and cancels; commands agents; says outcomes and link state.
+    """Hears plans, progress, inventories, verdicts, cancels and how full KV is; commands agents; says outcomes and
+    link state.
 
     Of several coordinators one is active. The others watch: they remember plans without an outcome, and the one that
     takes over brings them to their end.
@@ -80,6 +87,10 @@ class CoordinatorService(Service):
         self._lanes = Lanes(config.kv)
         self._commands = Commands(self.ask, asyncio.sleep, self._count_command, self._fenced)
         self._conductor = Conductor(self, self._roster, self._lanes, self._counts, lease_ms=config.kv.lease_ms)
+        self.pager = Pager(
+            self, self._conductor, self._roster, self._lanes, self._catalogue, config.models, config.kv,
+            PoolMetrics(self.metrics), f"{instance}-{random.getrandbits(32):08x}",
+        )  # fmt: skip
         self._watch = Watch()
         self._leadership: Leadership | None = None
         self._rebuilt = False
@@ -96,6 +107,7 @@ class CoordinatorService(Service):
         await self.hear(subjects.fleet_snapshot(), self._on_snapshot)
         await self.hear(subjects.kv_plan(), self._on_plan)
         await self.hear(subjects.kv_progress(), self._on_progress)
+        await self.hear(subjects.kv_pressure(), self._on_pressure)
         await self.hear(subjects.kv_done(), self._on_outcome)
         await self.hear(subjects.kv_failed(), self._on_outcome)
         await self.hear_raw(subjects.cancel_raw(), self._on_cancel)
@@ -104,6 +116,7 @@ class CoordinatorService(Service):
         self.say(subjects.control("agent", "_all", "inventory"), ControlRequest())
         self.every(TICK_S, self._tick)
         self.every(self.config.kv.links_interval_ms / 1e3, self._say_links)
+        self.every(POOL_S, self.pager.tick)
 
     async def stop(self) -> None:
         """Leave what is under way to a successor: it finds plans and leases, and nothing is announced twice."""
@@ -201,6 +214,9 @@ class CoordinatorService(Service):
     def _on_progress(self, report: TransferReport) -> None:
         self._conductor.progress(report)
 
+    def _on_pressure(self, pressure: KvPressure) -> None:
+        self.pager.hear(pressure, leads=self.active)
+
     def _on_outcome(self, report: TransferReport) -> None:
         self._watch.over(report.transfer)
 
@@ -252,6 +268,7 @@ class CoordinatorService(Service):
         """Say how a transfer ended."""
         self.say(subjects.kv_done() if failure is None else subjects.kv_failed(), report)
         self._counts.ended(report, failure or "")
+        self.pager.ended(report)
         if failure is not None:
             self.log.info("transfer failed", transfer=report.transfer, detail=report.detail)
 
@@ -304,8 +321,12 @@ class CoordinatorService(Service):
         self.log.warning("stepping down", why=why)
         self._counts.stepped_down.inc()
         self._rebuilt = False
+        self.pager.abandon()
         for entry in self._conductor.abandon():
-            self._watch.keep(entry.plan, entry.heard_ns)
+            if (
+                entry.plan.reason is not TransferReason.PAGE_OUT
+            ):  # whoever leads knows nothing of it, and frees both ends
+                self._watch.keep(entry.plan, entry.heard_ns)
 
     def _reigns(self, reign: int) -> bool:
         return self.leadership.leads and self._reign == reign
@@ -342,7 +363,8 @@ class CoordinatorService(Service):
         frees = []
         for transfer, leases in found.items():
             lost = orphaned(leases)
-            if not lost or transfer in self._conductor.book or transfer in self._watch:
+            known = transfer in self._conductor.book or transfer in self._watch or transfer in self.pager
+            if not lost or known:
                 continue
             self._counts.orphans_freed.inc(len(lost))
             self._say_orphan(transfer, [lease for _, lease in leases])

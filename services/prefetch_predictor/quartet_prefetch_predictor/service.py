@@ -157,6 +157,7 @@ class PredictorService(Service):
 
     def _on_inventory(self, inventory: NodeInventory) -> None:
         if inventory.node in self._nodes or len(self._nodes) < self.config.router.max_workers:
+            inventory.workers = tuple(worker for worker in inventory.workers if worker.role is not Role.STORE)
             known = self._nodes.get(inventory.node)
             self._nodes[inventory.node] = inventory
             self._heard_ns[inventory.node] = self.now_ns()

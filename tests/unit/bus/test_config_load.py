@@ -90,6 +90,10 @@ def test_the_environment_wins_over_files_and_fits_names_to_what_the_file_has(wri
         ("[router]\nhold_max_requests = 1000001", "router.hold_max_requests", 1000001, "at most 1000000"),
         ("[router]\naffinity_rows = 1", "router.affinity_rows", 1, "at least 8"),
         ("[router]\naffinity_rows = 1000", "router.affinity_rows", 1000, "must be a power of two"),
+        ("[kv]\npage_high = 0.05", "kv.page_high", 0.05, "must be above page_low, 0.05"),
+        ("[kv]\npage_high = 1.5", "kv.page_high", 1.5, "at least 0 and at most 1"),
+        ("[kv]\npool = true\npage_horizon_ms = 9.0", "kv.page_horizon_ms", 9.0, "must be above page_min_idle_ms, 2000"),
+        ("[kv]\nstore_bytes = 9", "kv.store_bytes", 9, "lends nothing while kv.pool is false"),
         ('[[agent.engines]]\nkind = "x"', "agent.engines[0].kind", "x", "one of openai, sglang, simulated, vllm"),
     ],
 )

@@ -1,6 +1,7 @@
 """``quartet kv``, against a real coordinator behind its door."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,14 @@ from quartet_bus.bus import Message
 from quartet_bus.config.schema import Config, KvSection, ModelSection
 from quartet_bus.memory import MemoryBroker, MemoryBus
 from quartet_bus.messages import (
+    ColdPrefix,
     KvCommand,
     KvLayout,
+    KvPressure,
     KvReply,
     LinkInfo,
     NodeInventory,
+    PoolState,
     StreamId,
     TransferPlan,
     TransferReason,
@@ -92,6 +96,43 @@ async def test_links_are_listed_and_moving_is_weighed_against_computing():
     assert "would_miss_deadline" in slow[1]
     assert wrong[0] == 1
     assert "unknown_worker: nobody" in wrong[1]
+
+
+async def test_the_pool_is_shown_or_said_to_be_off():
+    off, parts, as_json = await _pool(False), *(await _pool(True, "", "--json"))
+    assert off == ["the pool is off: [kv] pool = true turns it on (docs/pool.md)\n"]
+    assert "pressed" in parts
+    assert "stayed: no_room 1" in parts
+    (part,) = json.loads(as_json)["parts"]
+    assert (part["worker"], part["tier"], part["empty_tokens"], part["cached_tokens"]) == (
+        "a-0", "H100_SXM5", "160", "80000",
+    )  # fmt: skip
+
+
+async def _pool(on: bool, *options: str) -> list[str]:
+    """What ``quartet kv pool`` prints of one worker that is nearly full, with nowhere to go."""
+    config = Config(kv=KvSection(grpc="127.0.0.1:0", coordinator_silence_ms=50.0, pool=on))
+    config.models["chat"] = ModelSection("llama-3.1-8b")
+    broker = MemoryBroker()
+    service, bus = CoordinatorService(MemoryBus(broker), config, instance="c0", random=Random(1)), MemoryBus(broker)
+    await service.start()
+    await asyncio.sleep(1.5)
+    bus.publish(subjects.inventory("a").subject, msgspec.msgpack.encode(inventory("a", "H100_SXM5")))
+    if on:
+        state = PoolState("a-0", 1, 5100, 10, 5000, True, (ColdPrefix(7, 32_000, 9e4),))
+        bus.publish(subjects.kv_pressure().subject, msgspec.msgpack.encode(KvPressure("a", 1, (state,))))
+    await asyncio.sleep(0.2)
+    printed = []
+    async with serve(service) as door:
+        for option in options or ("",):
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "quartet_cli", "kv", "pool", *option.split(), "--coordinator", door.address,
+                stdout=subprocess.PIPE,
+            )  # fmt: skip
+            async with asyncio.timeout(20.0):
+                printed.append((await child.communicate())[0].decode())
+    await service.stop()
+    return printed
 
 
 async def test_transfers_are_listed_cancelled_once_and_no_more():

@@ -203,3 +203,71 @@ def test_the_lenders_entry_in_the_ledger_weighs_nothing():
     for key in keys.values():
         routing.ended(key, 0, 1.0)
     assert len(routing.ledger) == 0
+
+
+def with_store(gb_per_s=46.6, **more):
+    """One H100, and a store in another node's memory that has the prompt."""
+    routing = fleet(gb_per_s, "H100_SXM5", **more)
+    routing.learn("s", [fleets.facts("s0", "L40S_PCIE", role="store", kv_tokens=200_000)], 0.0, {"RDMA_ROCE": 46.6})
+    routing.links.put("s", "n0", PricedLink("RDMA_ROCE", gb_per_s, 0.4, 0))
+    hold(routing, routing.fleet.slot_of("s0"))
+    return routing
+
+
+def test_a_store_lends_at_once_and_any_gain_will_do():
+    plan = with_store().decide(ask()).plan
+    assert (plan.source, plan.prefill, plan.decode) == (1, 0, 0)
+    assert plan.ttft_ms == pytest.approx(plan.kv_ms + plan.prefill_ms)
+
+
+@pytest.mark.parametrize("gb_per_s", [0.2, 1.0])
+def test_over_a_slow_link_a_store_is_left_alone(gb_per_s):
+    assert not with_store(gb_per_s).decide(ask()).plan.fetches
+
+
+def test_a_store_is_never_asked_to_compute_and_serves_no_model_alone():
+    routing = with_store()
+    word(routing, 0, accepting=False)
+    assert routing.decide(ask()).reason is Reason.ALL_BUSY
+    alone = fleet(46.6, "H100_SXM5")
+    alone.learn("n0", [], 0.0, {})
+    alone.learn("s", [fleets.facts("s0", "H100_SXM5", role="store")], 0.0, {})
+    assert alone.decide(ask()).reason is Reason.NO_WORKER
+    assert alone.longest_context(fleets.MODEL) == 0
+
+
+def test_a_dead_cordoned_or_leaving_store_lends_nothing_and_comes_back_empty():
+    for change in ("dead", "cordoned", "leaving", "gone"):
+        routing = with_store()
+        told = fleets.facts("s0", "L40S_PCIE", role="store", kv_tokens=200_000, cordoned=change == "cordoned")
+        if change in ("dead", "leaving"):
+            verdict = Verdict.DEAD if change == "dead" else Verdict.UP
+            told_word = pack(free_kv=15, queue=0, batch=0, drift=0, accepting=change == "dead")
+            routing.hear("c", "s0", 1, told_word, 1, verdict, 0.0)
+        else:
+            routing.learn("s", [] if change == "gone" else [told], 0.0, {"RDMA_ROCE": 46.6})
+        assert not routing.decide(ask()).plan.fetches, change
+        if change == "gone":
+            while routing.sweeping:
+                routing.sweep()
+            routing.learn("s", [told], 0.0, {"RDMA_ROCE": 46.6})
+            assert not routing.decide(ask()).plan.fetches
+
+
+def test_long_prompts_are_fetched_from_stores_too():
+    routing = with_store()
+    routing._filters._long_prompt_tokens = routing._filters._least_long_tokens = 4096
+    assert routing.decide(ask()).plan.fetches
+
+
+def test_a_page_comes_back_from_an_l40s_to_an_h100_where_that_pays_and_is_used_in_place_where_not():
+    def decided(gb_per_s, queue_ms):
+        routing = fleet(gb_per_s, "H100_SXM5", "L40S_PCIE")
+        hold(routing, 1)
+        word(routing, 1, queue=queue_ms, batch=4 if queue_ms else 0)
+        plan = routing.decide(ask()).plan
+        return plan.prefill, plan.fetches
+
+    assert decided(46.6, 900.0) == (0, True)
+    assert decided(0.5, 900.0) == (0, False), "computed on the H100: the link is slow"
+    assert decided(0.5, 0.0) == (1, False), "the L40S has it and has time: used in place"

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from quartet_core.catalogue import builtin
 from quartet_core.links import Link, best_path, cheaper_to_move, link_between, place_on, transfer_ms
@@ -37,6 +38,26 @@ def l40s(node="b", gpus=1, rdma="ib", nic=45.0):
 def test_the_fastest_path_that_both_ends_have_is_taken(source, target, path):
     assert best_path(source, target) == path
     assert link_between(source, target).kind == path
+
+
+def host(place):
+    return structs.replace(place, host=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "path", "gb_per_s"),
+    [
+        (h100("a"), host(h100("a")), "HOST", 56.0),
+        (host(h100("a")), l40s("a"), "HOST", 28.0),
+        (h100("a"), host(l40s("b")), "RDMA_IB", 45.0),
+        (host(l40s("a")), h100("b"), "RDMA_IB", 45.0),
+        (host(h100("a")), l40s("b"), "RDMA_IB", 28.0),
+        (h100("a", rdma="", nic=0.0), host(h100("b", rdma="", nic=0.0)), "TCP", 9.0),
+    ],
+)
+def test_memory_of_a_node_is_reached_over_its_cards_pcie_or_the_net(source, target, path, gb_per_s):
+    link = link_between(source, target)
+    assert (link.kind, link.gb_per_s) == (path, gb_per_s)
 
 
 def test_cards_that_cannot_reach_each_other_share_host_memory():

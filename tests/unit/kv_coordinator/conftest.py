@@ -81,6 +81,7 @@ class Agent:
         self.leases = {}
         self.pins = {}
         self.handed_over = {}
+        self.has_tokens = 0  # of any page
         self.sends = {}
         self.epoch = 0
         self.rank = (0, "")
@@ -136,6 +137,11 @@ class Agent:
                     if name in self.sends:
                         self.sends.pop(name).cancel()
                 return KvReply(True, name)
+            case KvVerb.PAGE:
+                self.pins[name] = command.worker
+                return KvReply(True, name, tokens=16_000, manifest=b"manifest")
+            case KvVerb.HELD:
+                return KvReply(True, name, tokens=self.has_tokens)
             case KvVerb.RENEW:
                 return KvReply(name in self.leases or name in self.pins, name)
             case KvVerb.LEASES:

@@ -138,6 +138,27 @@ def test_nvlink_passes_no_root_complex_and_unknown_roots_hold_nobody_up():
     assert lanes.route(place("a"), place("b")).roots == ()
 
 
+def test_what_nobody_waits_for_goes_last_and_leaves_half_of_the_places_free():
+    route = Lanes(KvSection(transfers_per_link=4)).route(place("a"), place("b"))
+    lane = route.lane
+    for number in range(4):
+        lane.wait(f"page{number}", 10**9, MB, route, yields=True)
+    lane.wait("split", 10**12, 900 * MB, route)
+    granted = []
+    while (name := lane.grant(0)) is not None:
+        granted.append(name)
+        lane.enter(name, MB, route, 0)
+    assert granted == ["split", "page0", "page1"]
+    lane.leave("page0", 1)
+    assert lane.grant(1) == "page2"
+    lane.enter("page2", MB, route, 1)
+    lane.wait("fetch", 10**12, MB, route)
+    assert lane.grant(1) == "fetch"
+    single = Lanes(KvSection(transfers_per_link=1)).route(place("a"), place("b"))
+    single.lane.wait("page", 10**9, MB, single, yields=True)
+    assert single.lane.grant(0) == "page", "a link with one place is left to whoever is there"
+
+
 def order(*waiting):
     left, told, now_ns = [Waiting(name, int(due_ms * 1e6), size) for name, due_ms, size in waiting], [], 0
     while left:

@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from quartet_core.block_cache import BlockCache
 from quartet_core.openai import Refused
 from quartet_core.profile import Profile
-from quartet_sim.blocks import BlockCache
-from quartet_sim.content import chain
+from quartet_sim.content import chain, payload
 from quartet_sim.engine import Finished, Job, SimulatedEngine
 from quartet_sim.pool import Fenced, KvPool
 
@@ -40,6 +40,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = self.engine.pool
         self.now_ms = 0.0
         self.rungs = Counter()
+        self.pages = {}  # transfer → what was pinned under its name
+        self.came = {}  # transfer → the page whose bytes its lease has
 
     @rule(name=names, prompt=st.sampled_from(PROMPTS), tokens=st.integers(1, 150), most=st.integers(1, 30))
     def submit(self, name, prompt, tokens, most):
@@ -135,6 +137,78 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.write(transfer, 3, index, payload)
             self.pool.commit(transfer, 3)
 
+    @rule(transfer=transfers, which=st.integers(0, 2))
+    def pin_a_page(self, transfer, which):
+        cold = self.pool.pages.coldest(3)
+        assert [c.idle_ms for c in cold] == sorted((c.idle_ms for c in cold), reverse=True) or self.came
+        if which >= len(cold):
+            assert self.pool.pin_page(transfer, 12345) is None
+            return
+        taken = self.pool.pinned(transfer) is not None
+        idle = self.pool.blocks.census().idle
+        page = self.pool.pin_page(transfer, cold[which].prefix)
+        assert (page is None) is taken
+        if page is not None:
+            assert len(page.contents) == cold[which].blocks
+            assert page.contents[-1] == cold[which].prefix
+            assert self.pool.blocks.census().idle < idle
+            self.pages[transfer] = page
+
+    @rule(transfer=transfers)
+    def a_pinned_page_reads_as_it_was_said_to_be(self, transfer):
+        pin = self.pool.pinned(transfer)
+        if pin is not None and pin.page:
+            said = [payload(content, 4) for content in self.pages[transfer].contents]
+            assert list(self.pool.export(transfer)) == said
+
+    @rule(transfer=transfers)
+    def drop_a_page(self, transfer):
+        pin = self.pool.pinned(transfer)
+        before = self.pool.blocks.census()
+        dropped = self.pool.drop_page(transfer)
+        if pin is None or not pin.page:
+            assert dropped == 0
+            return
+        assert self.pool.pinned(transfer) is None
+        assert self.pool.blocks.census().free == before.free + dropped
+        left = self.pool.blocks.match(self.pages[transfer].contents, len(pin.blocks))
+        assert left == len(pin.blocks) - dropped
+
+    @rule(source=transfers, transfer=transfers, upset=st.booleans())
+    def a_page_comes(self, source, transfer, upset):
+        """The whole way at once, of a page that is pinned here too or, with ``upset``, of one with a wrong block."""
+        pin = self.pool.pinned(source)
+        if pin is None or not pin.page or transfer == source:
+            return
+        self.pool.release(transfer)
+        if not self.pool.reserve(transfer, pin.tokens, 3):
+            return
+        for index, block in enumerate(self.pool.export(source)):
+            self.pool.write(transfer, 3, index, bytes(256) if upset and index == 1 else block)
+        page = self.pages[source]
+        with pytest.raises(Fenced):
+            self.pool.keep_page(transfer, page)
+        self.pool.commit(transfer, 3)
+        kept = self.pool.keep_page(transfer, page)
+        assert kept == (1 if upset and len(page.contents) > 1 else len(page.contents))
+        assert self.pool.lease(transfer) is None
+        self.came[transfer] = page
+
+    @rule(transfer=transfers, upset=st.booleans())
+    def a_page_comes_back(self, transfer, upset):
+        """One that was pinned here once, and is not any more."""
+        page = self.pages.get(transfer)
+        if page is None or self.pool.pinned(transfer) or self.pool.lease(transfer):
+            return
+        if not self.pool.reserve(transfer, 4 * len(page.contents), 4):
+            return
+        for index, content in enumerate(page.contents):
+            self.pool.write(transfer, 4, index, payload(content, 4))
+        self.pool.commit(transfer, 4)
+        assert self.pool.keep_page(transfer, page) == len(page.contents)
+        assert self.pool.blocks.match(page.contents, len(page.contents)) == len(page.contents)
+        self.came[transfer] = page
+
     @rule(transfer=transfers)
     def release(self, transfer):
         held = self.pool.lease(transfer) is not None or self.pool.pinned(transfer) is not None
@@ -199,6 +273,30 @@ class PoolMachine(RuleBasedStateMachine):
         for prompt in PROMPTS:
             found = [content in cache._cached for content in chain(prompt.tobytes(), 0, 16)]
             assert found == sorted(found, reverse=True)
+
+    @invariant()
+    def every_cached_block_knows_where_it_stands(self):
+        cache = self.pool.blocks
+        parents = Counter()
+        for content, block in cache._cached.items():
+            use = cache.use(block)
+            prefix = cache.prefix(content)
+            assert len(prefix) == use.depth
+            assert use.depth == 1 or cache.content(prefix[-2]) == use.parent
+            parents[use.parent] += 1
+        assert {c: cache.use(b).children for c, b in cache._cached.items()} == {c: parents[c] for c in cache._cached}
+        assert len(cache._use) == len(cache._cached)
+
+    @invariant()
+    def nobody_is_evicted_before_who_stands_behind(self):
+        cache = self.pool.blocks
+        gone = set()
+        for block in cache.idle():
+            use = cache.use(block)
+            children = [c for c, b in cache._cached.items() if cache.use(b).parent == cache.content(block)]
+            assert gone.issuperset(children), "a parent would go before its child"
+            assert use.children == len(children)
+            gone.add(cache.content(block))
 
     @invariant()
     def rungs_told_are_those_cached(self):

@@ -39,11 +39,21 @@ def load(files: Iterable[Path | str], env: Mapping[str, str] | None = None) -> C
             _override(merged, sources, name, text)
     check(merged, Config, (), sources)
     config = msgspec.convert(merged, Config)
-    rows = config.router.affinity_rows
-    if rows.bit_count() != 1:  # what no type can say
-        path = ("router", "affinity_rows")
-        raise ConfigError(source(path, sources), spell(path), rows, "must be a power of two")
+    for path, value, right, allowed in _more_than_types_say(config):
+        if not right:
+            raise ConfigError(source(path, sources), spell(path), value, allowed)
     return config
+
+
+def _more_than_types_say(config: Config) -> Iterable[tuple[_Path, Any, bool, str]]:
+    """(key, value, whether it is right, what is allowed)."""
+    router, kv = config.router, config.kv
+    rows = router.affinity_rows
+    yield ("router", "affinity_rows"), rows, rows.bit_count() == 1, "must be a power of two"
+    yield ("kv", "page_high"), kv.page_high, kv.page_low < kv.page_high, f"must be above page_low, {kv.page_low:g}"
+    idle_ms, horizon_ms = kv.page_min_idle_ms, kv.page_horizon_ms
+    yield ("kv", "page_horizon_ms"), horizon_ms, idle_ms < horizon_ms, f"must be above page_min_idle_ms, {idle_ms:g}"
+    yield ("kv", "store_bytes"), kv.store_bytes, kv.pool or not kv.store_bytes, "lends nothing while kv.pool is false"
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ Tokens = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 TokensOrZero = Annotated[int, Meta(ge=0, le=1_000_000_000)]
 Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
 BytesOrZero = Annotated[int, Meta(ge=0, le=1 << 40)]
+StoreBytes = Annotated[int, Meta(ge=0, le=1 << 44)]
 PerMinute = Annotated[int, Meta(ge=0, le=1_000_000_000_000)]
 Milliseconds = Annotated[int, Meta(ge=1, le=7 * 24 * 3600 * 1000)]
 MillisecondsOrZero = Annotated[int, Meta(ge=0, le=7 * 24 * 3600 * 1000)]
@@ -160,6 +161,13 @@ class KvSection(Section):
     have and that reaches from the one to the other. At most ``transfers_per_link`` send at once on a directed link, and
     ``transfers_per_root`` into or out of one PCIe root complex. ``checksums`` is of chunks, and must be alike on all
     agents.
+
+    ``pool`` turns the virtual VRAM pool on (docs/pool.md), on agents and coordinators alike. A worker pages prefixes
+    out once a smaller share of its KV blocks than ``page_low`` is empty, until ``page_high`` is; only prefixes of
+    ``page_min_tokens`` that were idle for ``page_min_idle_ms``, and at most ``page_transfers`` at once from a worker. A
+    page is expected to be kept for ``page_horizon_ms``. One that comes back and goes again within ``page_cycle_ms``
+    must be idle for as long before the next time, and for twice as long after each further time. ``store_bytes`` of
+    host memory are lent to the pool by an agent: shared equally among the models (and layouts) that its engines have.
     """
 
     listen: str = "127.0.0.1:0"
@@ -174,6 +182,15 @@ class KvSection(Section):
     coordinator_silence_ms: PositiveFloat = 500.0
     links_interval_ms: PositiveFloat = 100.0
     links: dict[str, LinkSection] = field(default_factory=dict)
+    pool: bool = False
+    page_low: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.05
+    page_high: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.15
+    page_min_tokens: Tokens = 1024
+    page_min_idle_ms: NotNegativeFloat = 2000.0
+    page_transfers: Annotated[int, Meta(ge=1, le=64)] = 2
+    page_horizon_ms: PositiveFloat = 600_000.0
+    page_cycle_ms: PositiveFloat = 30_000.0
+    store_bytes: StoreBytes = 0
 
 
 class PrefetchSection(Section):

@@ -1,4 +1,4 @@
-"""``quartet kv``: transfers of KV and the links that they take, as the active coordinator has them."""
+"""``quartet kv``: transfers of KV, the links that they take, and the pool, as the active coordinator has them."""
 
 import argparse
 import sys
@@ -41,7 +41,9 @@ def add_to(commands: "Commands") -> None:
     planned.add_argument("--held", type=options.not_negative, default=0, metavar="N", help="tokens the target has [0]")
     planned.add_argument("--deadline-ms", type=float, default=0.0, metavar="MS", help="must be there by then [none]")
     planned.set_defaults(run=lambda arguments: until_done(_plan(arguments)))
-    for action in (listed, watched, linked, cancelled, planned):
+    pooled = actions.add_parser("pool", help="the virtual VRAM pool: room, pages in and out, hits (docs/pool.md)")
+    pooled.set_defaults(run=lambda arguments: until_done(_pool(arguments)))
+    for action in (listed, watched, linked, cancelled, planned, pooled):
         options.add_coordinator(action)
     costs = actions.add_parser("costs", help="what KV costs over each kind of path (docs/kv-costs.md)")
     costs.set_defaults(run=_costs)
@@ -131,6 +133,31 @@ async def _plan(arguments: argparse.Namespace) -> int:
         f"computed: {reply.recompute_ms:.1f} ms. "
         f"{'Move it.' if reply.move else 'Compute it.'}"
     )
+    return 0
+
+
+async def _pool(arguments: argparse.Namespace) -> int:
+    async with admin.knocked(arguments.coordinator, "coordinator") as link:
+        reply = await CoordinatorStub(link).GetPool(pb.GetPoolRequest())
+    if arguments.json:
+        return _json(reply)
+    if not reply.on:
+        print("the pool is off: [kv] pool = true turns it on (docs/pool.md)")
+        return 0
+    role = "active" if reply.active else "standing by"
+    numbers = ("room, tokens", "empty", "cached", "in", "out", "hit", "going", "coming")
+    made = table(f"Pool ({reply.coordinator}, {role}, term {reply.term})", ("tier", "worker", "model"), numbers)
+    made.add_column("remarks")
+    for each in reply.parts:
+        counts = (
+            each.total_tokens, each.empty_tokens, each.cached_tokens, each.in_tokens, each.out_tokens, each.hit_tokens,
+            each.leaving, each.coming,
+        )  # fmt: skip
+        remark = "pressed" if each.pressed else f"silent for {each.age_ms / 1e3:.0f} s" if each.age_ms > 5000 else ""
+        made.add_row(each.tier, each.worker, each.model, *(f"{count:,}" for count in counts), remark)
+    console().print(made)
+    for title, found in (("page-outs", reply.pages), ("stayed", reply.refused)):
+        print(f"{title}: {', '.join(f'{why} {count}' for why, count in sorted(found.items())) or 'none'}")
     return 0
 
 

@@ -6,8 +6,8 @@ For a prefix of f tokens that worker h holds, and a worker w that holds less of 
 
 Whether that beats computing the prefix on w is what coordinators ask as well (``quartet_core.links.choose``).
 
-The holder computes nothing: it lends at the end of its iteration under way, whatever waits there. The transfer runs
-while w works off what is ahead. TPOT, harm and J are those of ``finish_time``.
+The holder computes nothing: it lends at the end of its iteration under way, whatever waits there (a store at once: it
+has no iterations). The transfer runs while w works off what is ahead. TPOT, harm and J are those of ``finish_time``.
 
 Only workers that the hard filters leave for all of the prompt are thought of: a fetch may fail, and then they compute
 it.
@@ -44,11 +44,11 @@ _LENDS, _FETCHES = -1_000_001, -2_000_001
 def best_fetch(
     view: View, spread: Callable[[int, int], int], ask: Ask, candidates: Candidates, held: int, bound: float
 ) -> Plan | None:
-    """The best plan that fetches, if its J is clearly below ``bound``, which is that of the best plan without.
+    """The best plan that fetches, if its J is clearly below ``bound``, which is that of the best plan without (from a
+    store: below it at all).
 
     ``held`` is how many tokens that plan's worker holds. Call it only when a coordinator is there to move anything.
     """
-    bound *= GAIN
     lenders, deeper = 0, 0
     for depth, holders in candidates.holders:
         if depth - held < FETCH_TOKENS or lenders == _LENDERS:
@@ -60,7 +60,9 @@ def best_fetch(
             continue
         fetched = depth - depth % lender.kind.layout.block_tokens
         others = candidates.whole ^ (candidates.whole & deeper)
-        plan = _fetched_from(view, spread, ask, candidates, lender, fetched, others, bound)
+        # What a store has was put there to come back, and lending it disturbs nobody: there any gain will do.
+        most = bound if lender.kind.store else GAIN * bound
+        plan = _fetched_from(view, spread, ask, candidates, lender, fetched, others, most)
         if plan is not None:
             return plan
     return None
@@ -72,7 +74,7 @@ def _fetched_from(
 ) -> Plan | None:  # fmt: skip
     """The best of ``others`` for a prefix that ``lender`` holds, if it costs less than ``bound``."""
     fleet, board, kappa = view.fleet, view.board, view.kappa
-    lend_ms = lending_ms(board.loads[lender.slot])
+    lend_ms = 0.0 if lender.kind.store else lending_ms(board.loads[lender.slot])
     kv_bytes = fetched * lender.kind.layout.bytes_per_token
     rest = ask.prompt_tokens - fetched
     best: Plan | None = None

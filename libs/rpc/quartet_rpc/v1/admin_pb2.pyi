@@ -29,6 +29,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_BOTH: _Role.ValueType  # 1
     ROLE_PREFILL: _Role.ValueType  # 2
     ROLE_DECODE: _Role.ValueType  # 3
+    ROLE_STORE: _Role.ValueType  # 4
+    """host memory that keeps paged KV and lends it; nobody can be told to be one"""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper): ...
 
@@ -36,6 +38,8 @@ ROLE_UNSPECIFIED: Role.ValueType  # 0
 ROLE_BOTH: Role.ValueType  # 1
 ROLE_PREFILL: Role.ValueType  # 2
 ROLE_DECODE: Role.ValueType  # 3
+ROLE_STORE: Role.ValueType  # 4
+"""host memory that keeps paged KV and lends it; nobody can be told to be one"""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _Verdict:

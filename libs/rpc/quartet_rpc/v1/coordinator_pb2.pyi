@@ -420,3 +420,171 @@ class LinkBudgetReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LinkBudgetReply: _TypeAlias = LinkBudgetReply  # noqa: Y015
+
+@_typing.final
+class GetPoolRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolRequest: _TypeAlias = GetPoolRequest  # noqa: Y015
+
+@_typing.final
+class PoolPart(_message.Message):
+    """One worker's or store's part of the pool. Counts of tokens are since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOTAL_TOKENS_FIELD_NUMBER: _builtins.int
+    EMPTY_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PRESSED_FIELD_NUMBER: _builtins.int
+    IN_TOKENS_FIELD_NUMBER: _builtins.int
+    OUT_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    COMING_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    node: _builtins.str
+    tier: _builtins.str
+    """a hardware class, or host: memory of a node"""
+    model: _builtins.str
+    total_tokens: _builtins.int
+    empty_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    """and used by nobody"""
+    pressed: _builtins.bool
+    """too little is empty: prefixes are paged out"""
+    in_tokens: _builtins.int
+    """that came by page-outs and were not there"""
+    out_tokens: _builtins.int
+    """that were dropped here because they are elsewhere"""
+    hit_tokens: _builtins.int
+    """of those that came, that requests found"""
+    leaving: _builtins.int
+    """page-outs under way"""
+    coming: _builtins.int
+    age_ms: _builtins.float
+    """of what is said here"""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        node: _builtins.str = ...,
+        tier: _builtins.str = ...,
+        model: _builtins.str = ...,
+        total_tokens: _builtins.int = ...,
+        empty_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        pressed: _builtins.bool = ...,
+        in_tokens: _builtins.int = ...,
+        out_tokens: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
+        leaving: _builtins.int = ...,
+        coming: _builtins.int = ...,
+        age_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cached_tokens", b"cached_tokens", "coming", b"coming", "empty_tokens", b"empty_tokens", "hit_tokens", b"hit_tokens", "in_tokens", b"in_tokens", "leaving", b"leaving", "model", b"model", "node", b"node", "out_tokens", b"out_tokens", "pressed", b"pressed", "tier", b"tier", "total_tokens", b"total_tokens", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolPart: _TypeAlias = PoolPart  # noqa: Y015
+
+@_typing.final
+class GetPoolReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PagesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class RefusedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ON_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    ACTIVE_FIELD_NUMBER: _builtins.int
+    on: _builtins.bool
+    """[kv] pool of this coordinator"""
+    coordinator: _builtins.str
+    term: _builtins.int
+    active: _builtins.bool
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolPart]: ...
+    @_builtins.property
+    def pages(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """since this coordinator's start: done, failed, held (the target had it already)"""
+
+    @_builtins.property
+    def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """prefixes that stayed: small, recent, guarded, no_room, recompute, not_worth"""
+
+    def __init__(
+        self,
+        *,
+        on: _builtins.bool = ...,
+        parts: _abc.Iterable[Global___PoolPart] | None = ...,
+        pages: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        coordinator: _builtins.str = ...,
+        term: _builtins.int = ...,
+        active: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "coordinator", b"coordinator", "on", b"on", "pages", b"pages", "parts", b"parts", "refused", b"refused", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolReply: _TypeAlias = GetPoolReply  # noqa: Y015

@@ -64,6 +64,11 @@ class CoordinatorStub:
                 request_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.LinkBudgetRequest.SerializeToString,
                 response_deserializer=quartet__rpc_dot_v1_dot_coordinator__pb2.LinkBudgetReply.FromString,
                 _registered_method=True)
+        self.GetPool = channel.unary_unary(
+                '/quartet.v1.Coordinator/GetPool',
+                request_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.GetPoolRequest.SerializeToString,
+                response_deserializer=quartet__rpc_dot_v1_dot_coordinator__pb2.GetPoolReply.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer:
@@ -111,6 +116,13 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPool(self, request, context):
+        """The virtual VRAM pool: what every worker and store has room for, and what was paged out of and into it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +155,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.LinkBudget,
                     request_deserializer=quartet__rpc_dot_v1_dot_coordinator__pb2.LinkBudgetRequest.FromString,
                     response_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.LinkBudgetReply.SerializeToString,
+            ),
+            'GetPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPool,
+                    request_deserializer=quartet__rpc_dot_v1_dot_coordinator__pb2.GetPoolRequest.FromString,
+                    response_serializer=quartet__rpc_dot_v1_dot_coordinator__pb2.GetPoolReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +324,33 @@ class Coordinator:
             '/quartet.v1.Coordinator/LinkBudget',
             quartet__rpc_dot_v1_dot_coordinator__pb2.LinkBudgetRequest.SerializeToString,
             quartet__rpc_dot_v1_dot_coordinator__pb2.LinkBudgetReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.Coordinator/GetPool',
+            quartet__rpc_dot_v1_dot_coordinator__pb2.GetPoolRequest.SerializeToString,
+            quartet__rpc_dot_v1_dot_coordinator__pb2.GetPoolReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,8 @@ class CoordinatorStub:
     """Abort a transfer; both sides are freed."""
     LinkBudget: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LinkBudgetRequest, _coordinator_pb2.LinkBudgetReply]
     """May so many bytes move into a node now? The answer promises nothing: it is what the links allow at this moment."""
+    GetPool: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetPoolRequest, _coordinator_pb2.GetPoolReply]
+    """The virtual VRAM pool: what every worker and store has room for, and what was paged out of and into it."""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -59,6 +61,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Abort a transfer; both sides are freed."""
     LinkBudget: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LinkBudgetRequest, _coordinator_pb2.LinkBudgetReply]  # type: ignore[assignment]
     """May so many bytes move into a node now? The answer promises nothing: it is what the links allow at this moment."""
+    GetPool: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetPoolRequest, _coordinator_pb2.GetPoolReply]  # type: ignore[assignment]
+    """The virtual VRAM pool: what every worker and store has room for, and what was paged out of and into it."""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -108,5 +112,13 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.LinkBudgetReply, _abc.Awaitable[_coordinator_pb2.LinkBudgetReply]]:
         """May so many bytes move into a node now? The answer promises nothing: it is what the links allow at this moment."""
+
+    @_abc_1.abstractmethod
+    def GetPool(
+        self,
+        request: _coordinator_pb2.GetPoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetPoolReply, _abc.Awaitable[_coordinator_pb2.GetPoolReply]]:
+        """The virtual VRAM pool: what every worker and store has room for, and what was paged out of and into it."""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

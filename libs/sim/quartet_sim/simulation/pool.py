@@ -1,4 +1,4 @@
-"""KV blocks as counts, and the prefix cache by whole units: what ``quartet_sim.blocks`` does block by block.
+"""KV blocks as counts, and the prefix cache by whole units: what ``quartet_core.block_cache`` does block by block.
 
 A unit is what a trace gives an id to: 512 tokens of Mooncake, 64 of a session. Blocks of prompts that a trace knows
 nothing of, and of answers, are *own* blocks: nobody else can use them, so a count will do. When their job leaves they

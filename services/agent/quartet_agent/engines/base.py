@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from msgspec import Struct
 
 from quartet_agent.kv.mover import Buffer
-from quartet_bus.messages import Role
+from quartet_bus.messages import ColdPrefix, PageManifest, Role
 from quartet_core.openai import Inference, Refused
 
 
@@ -251,6 +251,75 @@ class KvPool(Protocol):
         ...
 
 
+class PoolFill(Struct, frozen=True):
+    """The blocks of an engine's KV: ``empty``, ``idle`` (cached, used by nobody), and ``referenced``."""
+
+    total_blocks: int
+    empty_blocks: int
+    idle_blocks: int
+
+    @property
+    def referenced_blocks(self) -> int:
+        """Blocks that sequences, leases or pins hold."""
+        return self.total_blocks - self.empty_blocks - self.idle_blocks
+
+
+class PoolCounts(Struct, frozen=True):
+    """Blocks since the engine's start: kept of page-outs that came, dropped of ones that left, found of the former."""
+
+    in_blocks: int = 0
+    out_blocks: int = 0
+    hit_blocks: int = 0
+    hit_tokens: int = 0
+
+
+class PagePool(Protocol):
+    """An engine's prefix cache, as the virtual VRAM pool needs it. Transfers of pages go through its ``KvPool``."""
+
+    def fill(self) -> PoolFill:
+        """Called at most four times a second: how full it is."""
+        ...
+
+    def counts(self) -> PoolCounts:
+        """Called as ``fill``."""
+        ...
+
+    def coldest(self, limit: int, least_tokens: int) -> list[ColdPrefix]:
+        """Called while too few blocks are empty: up to ``limit`` prefixes of ``least_tokens`` or more that are wholly
+        cached and whose last block is idle, the longest unused first. None of them is a part of another one."""
+        ...
+
+    def drain_reuse(self) -> tuple[list[float], list[float]]:
+        """Called once before each report: for how long prefixes had been idle when they were used again, and when they
+        were evicted (milliseconds), since the last call. Empty lists from an engine that cannot tell."""
+        ...
+
+    def pin_pages(self, transfer: str, prefix: int) -> PageManifest | None:
+        """Called for PAGE: keep the blocks of ``prefix`` as ``export`` reads them, until ``release`` or ``drop_pages``.
+
+        None when it is not cached (any more), or its last block is in use.
+        """
+        ...
+
+    def held(self, manifest: PageManifest) -> int:
+        """Called for HELD: how many leading tokens of a page are cached here; what is counts as just kept, since a page
+        that is nearly all here is not moved. 0 from an engine that cannot tell."""
+        ...
+
+    def keep_pages(self, transfer: str, manifest: PageManifest) -> int:
+        """Called for COMMIT of a page-out that came: put the blocks of the committed lease into the prefix cache, idle.
+
+        Blocks that are not what ``manifest`` says, and all behind the first such, are freed. Returns how many tokens
+        are in the cache by it. The lease is over in any case. Raises ``BlocksFenced`` when there is none.
+        """
+        ...
+
+    def drop_pages(self, transfer: str) -> int:
+        """Called when a page-out has arrived elsewhere: end its pin, and evict its blocks, but none that was used since
+        it was pinned, or that something cached stands behind. Returns how many blocks were evicted; 0 without a pin."""
+        ...
+
+
 class EngineAdapter(ABC):
     """One engine replica. All methods are called from the agent's loop, after ``start`` and before ``stop``."""
 
@@ -290,6 +359,11 @@ class EngineAdapter(ABC):
     @abstractmethod
     def kv(self) -> KvPool | None:
         """The KV memory for transfers, or None when this engine takes part in none."""
+
+    @property
+    def pages(self) -> PagePool | None:
+        """The prefix cache for the virtual VRAM pool, or None when nothing can be paged out of or into this engine."""
+        return None
 
     @property
     def handshake(self) -> str:

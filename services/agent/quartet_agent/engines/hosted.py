@@ -16,7 +16,7 @@ from quartet_bus.messages import KvLayout, Role
 from quartet_core.catalogue import Catalogue
 from quartet_core.filters import EMBEDDINGS
 from quartet_core.heartbeat import MAX_WORKERS
-from quartet_core.pairing import EXPORT, IMPORT, OVERLAP, RESERVE, handshake_of
+from quartet_core.pairing import EXPORT, IMPORT, OVERLAP, PAGE, RESERVE, handshake_of
 from quartet_core.profile import Profile
 from quartet_sim.engine import SimulatedEngine
 
@@ -117,7 +117,7 @@ def _facts(config: Config, catalogue: Catalogue, section: EngineSection, key: st
         chunk_tokens=section.chunk_tokens,
         layout=layout,
         engine=section.kind,
-        capabilities=_capabilities(section),
+        capabilities=_capabilities(section, pool=config.kv.pool),
         adapters=section.adapters,
         step_ms=profile.weight_read_ms * section.time_scale,
         watts_per_gpu=hardware.tdp_w,
@@ -127,10 +127,10 @@ def _facts(config: Config, catalogue: Catalogue, section: EngineSection, key: st
     )
 
 
-def _capabilities(section: EngineSection) -> tuple[str, ...]:
+def _capabilities(section: EngineSection, *, pool: bool) -> tuple[str, ...]:
     embeds = (EMBEDDINGS,) if section.embeddings else ()
     if section.kind == "simulated":
-        return (*_CAPABILITIES, *embeds)
+        return (*_CAPABILITIES, *((PAGE,) if pool else ()), *embeds)
     return (handshake_of(section.kv_connector), *embeds) if section.kv_connector else embeds
 
 

@@ -24,6 +24,7 @@ from quartet_agent.engines.base import (
     Usage,
     Work,
 )
+from quartet_agent.engines.simulated_pages import SimulatedPages
 from quartet_agent.kv.mover import Buffer
 from quartet_bus.messages import Role
 from quartet_core.openai import Endpoint, Refused, upstream
@@ -132,6 +133,7 @@ class SimulatedAdapter(EngineAdapter):
         self._woken = False
         self._stopped = False
         self._kv = SimulatedKv(engine.pool, self._wake)
+        self._pages = SimulatedPages(engine.pool, now_ms, self._wake)
 
     async def start(self, listener: Listener) -> None:
         """As ``EngineAdapter.start``."""
@@ -212,6 +214,11 @@ class SimulatedAdapter(EngineAdapter):
     def kv(self) -> SimulatedKv:
         """As ``EngineAdapter.kv``."""
         return self._kv
+
+    @property
+    def pages(self) -> SimulatedPages:
+        """As ``EngineAdapter.pages``."""
+        return self._pages
 
     # Inside
 

@@ -28,8 +28,8 @@ class LeaseEnd(StrEnum):
 class Lease:
     """Blocks promised to one transfer. ``pool`` is the worker's KV memory."""
 
-    __slots__ = ("blocks", "epoch", "incarnation", "opened", "pool", "received", "secret", "state", "timer", "tokens",
-                 "transfer", "worker")  # fmt: skip
+    __slots__ = ("blocks", "epoch", "incarnation", "keep", "opened", "pool", "received", "secret", "state", "timer",
+                 "tokens", "transfer", "worker")  # fmt: skip
 
     def __init__(
         self, transfer: str, worker: str, incarnation: int, tokens: int, epoch: int, secret: bytes, pool: KvPool
@@ -45,6 +45,8 @@ class Lease:
         self.state = State.RESERVED
         self.opened = False
         self.received = 0
+        self.keep: Callable[[], bool] | None = None
+        """Of a page: takes the committed blocks at once, since no request waits for them; False when they are wrong."""
         self.timer: TimerHandle | None = None
 
     def take(self, first_block: int, blocks: Sequence[Buffer]) -> None:
@@ -104,8 +106,11 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def reserve(self, command: KvCommand, worker: str, incarnation: int, pool: KvPool, secret_bytes: int) -> KvReply:
-        """RESERVE: lease blocks. Asked again, the answer is the same lease."""
+    def reserve(
+        self, command: KvCommand, worker: str, incarnation: int, pool: KvPool, secret_bytes: int,
+        keep: Callable[[], bool] | None = None,
+    ) -> KvReply:  # fmt: skip
+        """RESERVE: lease blocks. Asked again, the answer is the same lease. ``keep`` as in ``Lease``."""
         lease = self._leases.get(command.transfer)
         if lease is None:
             if command.transfer in self._over:
@@ -122,6 +127,7 @@ class Arrivals:
                 self._token_bytes(secret_bytes),
                 pool,
             )
+            lease.keep = keep
             self._leases[command.transfer] = lease
             self._renew(lease, command.lease_ms)
         elif lease.worker != worker:
@@ -142,7 +148,13 @@ class Arrivals:
             lease.pool.commit(transfer, lease.epoch)
             lease.state = State.COMMITTED
             self.tokens_of[lease.worker] = self.tokens_of.get(lease.worker, 0) + lease.tokens
-            self._on_committed(lease.worker, transfer)
+            if lease.keep is None:
+                self._on_committed(lease.worker, transfer)
+            elif lease.keep():
+                self.hand_over(transfer)
+            else:
+                self._end(lease, LeaseEnd.RELEASED)
+                return KvReply(False, transfer, "fenced")
         elif lease.state is not State.COMMITTED:
             return KvReply(False, transfer, "incomplete")
         return KvReply(True, transfer, "", command.epoch)

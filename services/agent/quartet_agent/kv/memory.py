@@ -89,9 +89,11 @@ class MemoryMover:
     def __init__(self, network: MemoryNetwork, address: str) -> None:
         self._network = network
         self._address = address
+        self._sink: Sink | None = None
 
     async def serve(self, sink: Sink) -> str:
         """As ``Mover.serve``."""
+        self._sink = sink
         self._network.attach(self._address, sink)
         return self._address
 
@@ -119,5 +121,6 @@ class MemoryMover:
         return Sent(sent_bytes)
 
     async def close(self) -> None:
-        """As ``Mover.close``."""
-        self._network.detach(self._address)
+        """As ``Mover.close``. An agent that was started again may listen at this address by now."""
+        if self._network.find(self._address) is self._sink:
+            self._network.detach(self._address)
