@@ -70,6 +70,8 @@ class WireEngine:
         self.unauthorised = 0
         self.fault = None
         self.hidden = set()  # names of metrics that are left out
+        self.renamed = {}  # a metric's name -> what a newer version of the engine calls it
+        self.others, self.others_kv = 0, 0.0  # sequences of clients that did not come by Quartet, their share of KV
         self.adapters = {}
         self.running = self.waiting = 0
         self.kept = {}  # prompts whose KV another engine may fetch, by remote request id
@@ -177,14 +179,17 @@ class WireEngine:
         )  # fmt: skip
 
     async def metrics(self, _):
+        if self.fault == "no metrics":
+            return web.Response(status=500)
         return web.Response(text=self.exposition())
 
     def exposition(self):
         """Metrics under the names of this engine's version, as it writes them."""
-        used = sum(len(prefix) for prefix in self.cache) and 0.25
+        used = self.others_kv or (sum(len(prefix) for prefix in self.cache) and 0.25)
+        running = self.running + self.others
         if self.kind == "sglang":
             values = {
-                "sglang:num_running_reqs": self.running, "sglang:num_queue_reqs": self.waiting,
+                "sglang:num_running_reqs": running, "sglang:num_queue_reqs": self.waiting,
                 "sglang:token_usage": used, "sglang:generation_tokens_total": self.steps,
                 "sglang:prompt_tokens_total": self.queries, "sglang:cached_tokens_total": self.hits,
             }  # fmt: skip
@@ -192,13 +197,14 @@ class WireEngine:
         else:
             usage, queries, hits = VLLM_GENERATIONS[self.generation]
             values = {
-                "vllm:num_requests_running": self.running, "vllm:num_requests_waiting": self.waiting, usage: used,
+                "vllm:num_requests_running": running, "vllm:num_requests_waiting": self.waiting, usage: used,
                 "vllm:iteration_tokens_total_count": self.steps, "vllm:iteration_tokens_total_sum": 17.0,
                 **({queries: self.queries, hits: self.hits} if queries else {"vllm:num_requests_swapped": 0}),
             }  # fmt: skip
             labels = '{engine="0",model_name="chat"}'
         lines = [f"process_start_time_seconds {1.7e9 + self.lives}"]
         for name, value in values.items():
+            name = self.renamed.get(name, name)
             if name not in self.hidden:
                 lines += [f"# HELP {name} words", f"# TYPE {name} gauge", f"{name}{labels} {float(value)}"]
         if self.kind == "vllm" and self.generation == "current":

@@ -123,15 +123,20 @@ class LoadEstimate:
         return self._share_ms - found.share_ms
 
     def read(self, reading: Reading) -> None:
-        """The engine's metrics were read."""
+        """The engine's metrics were read. What they do not tell any more is not what they told last, either: then only
+        what the agent sees itself is known."""
         if reading.running is not None and reading.waiting is not None:
             total = int(reading.running + reading.waiting)
             foreign = max(0, total - len(self._jobs))
             self._foreign_waiting = min(foreign, max(0, int(reading.waiting) - len(self._queued)))
             self._foreign_running = foreign - self._foreign_waiting
+        else:
+            self._foreign_waiting = self._foreign_running = 0
         if reading.kv_usage is not None:
             self._used_tokens = min(1.0, max(0.0, reading.kv_usage)) * self.kv_tokens
             self._own_then = self._own_tokens
+        else:
+            self._used_tokens = None
         if reading.steps is not None:
             self._steps_read = reading.steps
 

@@ -28,6 +28,11 @@ class Reading(Struct, frozen=True):
     block_tokens: int = 0
     kv_tokens: int = 0
 
+    @property
+    def tells_process(self) -> bool:
+        """Whether it can be told by it if the next reading is of another process."""
+        return bool(self.started_s) or self.steps is not None
+
 
 def read(text: str, dialect: Dialect) -> Reading:
     """What ``text`` says in the words of ``dialect``.

@@ -267,7 +267,8 @@ class ServedAdapter(EngineAdapter):
         moved = self._reading is None or reading.steps is None or reading.steps != self._reading.steps
         self._reading = reading
         self._estimate.read(reading)
-        if not self._dialect.prefill_steps and self._estimate.reads_prompt(self._now_ms()):
+        told_by_steps = self._dialect.prefill_steps and reading.steps is not None
+        if not told_by_steps and self._estimate.reads_prompt(self._now_ms()):
             self._estimate.moved()
         if reading.missing != self._missing:
             self._missing = reading.missing

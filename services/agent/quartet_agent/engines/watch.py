@@ -84,6 +84,7 @@ class Watch:
         self._looked = looked
         self._tell_away = away
         self._silent = 0
+        self._unread = 0
         self._alive = False
         self._last: Reading | None = None
         self.why_down = "not asked yet"
@@ -112,7 +113,7 @@ class Watch:
                 self._up(learned, reading)
                 return
             self._silent = 0
-            self._last = reading or self._last
+            self._last = reading if reading is not None and reading.tells_process else self._last
             self._looked(reading)
         except EngineAway as away:
             self._silent += 1
@@ -139,7 +140,10 @@ class Watch:
         return reading.steps is not None and last.steps is not None and reading.steps < last.steps
 
     async def _metrics(self) -> Reading | None:
-        """Its metrics; None for an engine that has none, or that does not give them just now."""
+        """Its metrics; None for an engine that has none, or that does not give them just now.
+
+        One that goes on not giving them has none that could be read: all that is required is missing then.
+        """
         if not self._dialect.metrics:
             return None
         try:
@@ -147,8 +151,12 @@ class Watch:
         except EngineAway as away:
             if away.refused:
                 raise
-            return None
-        return read(text.decode("utf-8", "replace") if status == 200 else "", self._dialect)
+            status, text = 503, b""
+        if status < 500:
+            self._unread = 0
+            return read(text.decode("utf-8", "replace") if status == 200 else "", self._dialect)
+        self._unread += 1
+        return read("", self._dialect) if self._unread >= self._section.probes_lost else None
 
     async def _learn(self, reading: Reading | None) -> Learned:
         """What it is. Raises ``EngineAway`` or ``NotServing``."""
