@@ -209,9 +209,9 @@ class Step(Told, kw_only=True):
     """What happens, and what must then hold. ``story`` is for the reader.
 
     In this order: requests arrive; the fleet changes (``state``, ``caches``, ``links``, ``flood``, a node ``becomes``
-    otherwise or ``joins``, workers restart, a real node ``dies``, an engine ``renames`` a metric); time passes; played workers say ``first_token``,
-    ``ends`` or, of a former life, ``late_ends``; a coordinator says that ``transfers_fail``; clients leave, a proxy
-    resubmits; all are answered.
+    otherwise or ``joins``, workers restart, a real node ``dies``, an engine ``renames`` a metric); time passes; played
+    workers say ``first_token``, ``ends`` or, of a former life, ``late_ends``; a coordinator says that
+    ``transfers_fail``; clients leave, a proxy resubmits; all are answered.
 
     With ``patience_ms`` the expectation has that long to come true; without, it must hold at once.
     """

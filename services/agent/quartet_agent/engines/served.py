@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quartet_agent.engines import bodies
+from quartet_agent.engines.adapters import Adapters
 from quartet_agent.engines.base import (
     BlocksFenced,
     CannotLoad,
@@ -35,6 +36,7 @@ from quartet_agent.engines.dialect import Dialect
 from quartet_agent.engines.estimate import LoadEstimate
 from quartet_agent.engines.events import Source, sources_in, sources_of
 from quartet_agent.engines.findings import find
+from quartet_agent.engines.missing import MissingMetrics
 from quartet_agent.engines.prefixes import CachedPrefixes
 from quartet_agent.engines.reading import Reading
 from quartet_agent.engines.server import EngineAway, EngineServer
@@ -47,7 +49,6 @@ from quartet_core.profile import Profile
 _PRESSURE_PAUSE_S = 0.002
 _DISCHARGES = 4
 _DISCHARGE_MS = 20_000.0
-_LOAD_ADAPTER_MS = 60_000.0
 
 _encode = msgspec.json.Encoder().encode
 
@@ -61,9 +62,10 @@ class Log(Protocol):
 
 
 class ServedAdapter(EngineAdapter):
-    """Drives one server. ``kv_tokens`` is what is taken for the size of its KV memory until it says better.
+    """Drives one server, or one data-parallel ``rank`` of it, which every request then names.
 
-    ``congested`` says whether the bus has more to send than it should: then no stream is read on.
+    ``kv_tokens`` is what is taken for the size of its KV memory until it says better. ``congested`` says whether the
+    bus has more to send than it should: then no stream is read on.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class ServedAdapter(EngineAdapter):
         now_ms: Callable[[], float],
         congested: Callable[[], bool],
         log: Log,
+        *,
+        rank: int | None = None,
     ) -> None:
         self._section = section
         self._model = model
@@ -84,8 +88,12 @@ class ServedAdapter(EngineAdapter):
         self._congested = congested
         self._log = log
         self._served = section.served_model or section.model
-        self._server = EngineServer(section)
-        self._watch = Watch(section, dialect, self._server, self._on_up, self._on_lost, self._on_looked, self._on_away)
+        self._rank = rank
+        self._server = EngineServer(section, {} if rank is None else {dialect.rank_header: str(rank)})
+        self._watch = Watch(
+            section, dialect, self._server, self._on_up, self._on_lost, self._on_looked, self._on_away, rank
+        )
+        self._adapters = Adapters(section, self._server, dialect.loads_adapters, self._on_adapters)
         self._estimate = LoadEstimate(profile, section.kv_tokens or kv_tokens)
         self._prefixes = CachedPrefixes(section.kv_tokens or kv_tokens, self._estimate.moved)
         self._calls: dict[str, Call] = {}
@@ -96,7 +104,7 @@ class ServedAdapter(EngineAdapter):
         self._changed: Callable[[], None] = lambda: None
         self._life = Life(number=0, up=False)
         self._reading: Reading | None = None
-        self._missing: tuple[str, ...] = ()
+        self._missing = MissingMetrics(dialect, section.probes_lost, log.error, log.info)
         self._prompts: Counter[str] = Counter()
         self._stopped = False
 
@@ -183,22 +191,15 @@ class ServedAdapter(EngineAdapter):
     @property
     def loadable(self) -> tuple[str, ...]:
         """As ``EngineAdapter.loadable``."""
-        return tuple(self._section.adapter_paths)
+        return self._adapters.loadable
 
     async def load_adapter(self, name: str) -> None:
         """As ``EngineAdapter.load_adapter``."""
-        path = self._section.adapter_paths.get(name)
-        if path is None or not self._dialect.loads_adapters:
-            raise CannotLoad(f"[[agent.engines]] adapter_paths has no {name!r}")
-        await self._order_adapter("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
-        self._set_adapters((*(self._life.adapters or ()), name))
+        await self._adapters.load(name)
 
     async def unload_adapter(self, name: str) -> None:
         """As ``EngineAdapter.unload_adapter``."""
-        if name not in self._section.adapter_paths or not self._dialect.loads_adapters:
-            raise CannotLoad(f"{name!r} was not loaded by this agent")
-        self._set_adapters(tuple(other for other in self._life.adapters or () if other != name))
-        await self._order_adapter("/v1/unload_lora_adapter", {"lora_name": name})
+        await self._adapters.unload(name)
 
     def diagnose(self) -> Diagnosis:
         """As ``EngineAdapter.diagnose``."""
@@ -213,7 +214,8 @@ class ServedAdapter(EngineAdapter):
             version=self._life.version,
             why_down=self._watch.why_down,
             metrics=reading.generation if reading is not None else "none",
-            degraded=self._missing,
+            degraded=self._missing.now,
+            ranks=1 if self._rank is not None or reading is None else len(reading.ranks),
             affinity="events" if self._prefixes.exact else "traffic",
             events=self._prefixes.figures(),
             prompts=dict(self._prompts),
@@ -229,22 +231,22 @@ class ServedAdapter(EngineAdapter):
         if kv_tokens:
             self._estimate.kv_tokens = kv_tokens
         self._estimate.restarted()
-        loaded = tuple(name for name in section.adapters if name in learned.models)
+        to_load = self._adapters.found(learned.models)
+        self._missing.born()
         self._life = Life(
             number=self._life.number + 1,
             version=learned.version,
             kv_tokens=kv_tokens,
             block_tokens=learned.block_tokens,
             max_context=learned.max_context,
-            adapters=loaded,
+            adapters=self._adapters.loaded,
         )
         self._log.info("engine up", url=section.url, version=learned.version, models=learned.models)
         self._prefixes.begin(self._sources(learned), kv_tokens)
         self._on_looked(reading)
         self._changed()
-        for name in section.adapters:
-            if name not in loaded and name in section.adapter_paths:
-                self._spawn(self._load_at_start(name))
+        for name in to_load:
+            self._spawn(self._load_at_start(name))
 
     def _on_lost(self, why: str) -> None:
         self._log.error("engine lost", url=self._section.url, why=why)
@@ -266,20 +268,12 @@ class ServedAdapter(EngineAdapter):
             return
         moved = self._reading is None or reading.steps is None or reading.steps != self._reading.steps
         self._reading = reading
+        self._estimate.ranks = 1 if self._rank is not None else max(1, len(reading.ranks))
         self._estimate.read(reading)
         told_by_steps = self._dialect.prefill_steps and reading.steps is not None
         if not told_by_steps and self._estimate.reads_prompt(self._now_ms()):
             self._estimate.moved()
-        if reading.missing != self._missing:
-            self._missing = reading.missing
-            if reading.missing:
-                self._log.error(
-                    "engine metrics missing: the worker is degraded", url=self._section.url,
-                    missing=reading.missing, engine=self._dialect.name, version=self._life.version,
-                    generation=reading.generation,
-                )  # fmt: skip
-            else:
-                self._log.info("engine metrics are whole again", url=self._section.url)
+        self._missing.look(reading, url=self._section.url, version=self._life.version)
         if moved:
             self._assume_first_tokens()
 
@@ -336,6 +330,7 @@ class ServedAdapter(EngineAdapter):
                     self._estimate.output(job, 1)
                 return event
             case Finished(usage=usage):
+                self._missing.answered()
                 self._prompts["prompt_tokens"] += usage.prompt_tokens
                 self._prompts["cached_tokens_told"] += usage.cached_tokens
                 return Finished(job, msgspec.structs.replace(usage, busy_ms=self._forget(job)))
@@ -386,20 +381,12 @@ class ServedAdapter(EngineAdapter):
             if status != 200:
                 self._log.warning("KV of another engine could not be freed; its lease will", why=f"status {status}")
 
-    async def _order_adapter(self, path: str, fields: dict[str, str]) -> None:
-        try:
-            status, data = await self._server.post(path, _encode(fields), _LOAD_ADAPTER_MS)
-        except EngineAway as away:
-            raise CannotLoad(str(away)) from None
-        if status != 200:
-            raise CannotLoad(bodies.refusal(status, data).body.message)
-
     async def _load_at_start(self, name: str) -> None:
         try:
-            await self.load_adapter(name)
+            await self._adapters.load(name)
         except CannotLoad as error:
             self._log.error("adapter not loaded", url=self._section.url, adapter=name, why=str(error))
 
-    def _set_adapters(self, adapters: tuple[str, ...]) -> None:
-        self._life = msgspec.structs.replace(self._life, adapters=tuple(dict.fromkeys(adapters)))
+    def _on_adapters(self) -> None:
+        self._life = msgspec.structs.replace(self._life, adapters=self._adapters.loaded)
         self._changed()
