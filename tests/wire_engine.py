@@ -238,7 +238,7 @@ class WireEngine:
         running = self.rank_running[rank] if rank else self.running - sum(self.rank_running[1:]) + self.others
         waiting = 0 if rank else self.waiting
         if self.kind == "sglang":
-            if not self.steps and not self.running:
+            if not self.steps and not self.running and not self.others:
                 return "", {}  # its metrics begin with its first request
             values = {
                 "sglang:num_running_reqs": running, "sglang:num_queue_reqs": waiting, "sglang:token_usage": used,
