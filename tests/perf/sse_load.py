@@ -39,6 +39,7 @@ class _Stream(asyncio.Protocol):
         self._tail = b""
         self._sent_ns = 0
         self._first_ns = 0
+        self._answered = False
         self._events = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -51,8 +52,8 @@ class _Stream(asyncio.Protocol):
             self._run.errors += 1
 
     def data_received(self, data: bytes) -> None:
-        if not self._first_ns:
-            self._first_ns = time.perf_counter_ns()
+        if not self._answered:
+            self._answered = True
             if not data.startswith(b"HTTP/1.1 200") and self._transport is not None:
                 self._run.complaint = data[:400]
                 self._transport.abort()  # counted as an error where it is lost
@@ -60,6 +61,8 @@ class _Stream(asyncio.Protocol):
         whole = self._tail + data
         # Marks in the kept tail alone were counted before.
         events = whole.count(_EVENT) - self._tail.count(_EVENT)
+        if events and not self._first_ns:  # an engine may send its headers long before its first token
+            self._first_ns = time.perf_counter_ns()
         self._events += events
         self._run.tokens += events
         self._tail = whole[-_TAIL:]
@@ -71,6 +74,7 @@ class _Stream(asyncio.Protocol):
         if self._run.over or self._transport is None:
             return
         self._tail = b""
+        self._answered = False
         self._first_ns = self._events = 0
         self._sent_ns = time.perf_counter_ns()
         self._transport.write(self._run.next_request())
