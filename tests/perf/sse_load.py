@@ -5,6 +5,7 @@ A closed loop: so many streams are always open, each of which asks again as soon
 
 import asyncio
 import statistics
+import sys
 import time
 from typing import cast
 
@@ -50,6 +51,7 @@ class _Stream(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self._run.over:
             self._run.errors += 1
+            self._run.complaint = self._run.complaint or f"connection lost after {self._tail!r}".encode()
 
     def data_received(self, data: bytes) -> None:
         if not self._answered:
@@ -145,6 +147,8 @@ async def load(address: str, bodies: list[bytes], streams: int, warm_up_s: float
     requests, tokens = len(run.ttft_ms), run.tokens
     ttft_ms, per_token_us = sorted(run.ttft_ms), run.per_token_us
     run.over = True
+    if run.errors:
+        print(f"{run.errors} streams failed, one with {run.complaint.decode(errors='replace')}", file=sys.stderr)
     for transport in run.transports:
         transport.abort()
     return Measured(
