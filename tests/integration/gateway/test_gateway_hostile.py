@@ -86,7 +86,7 @@ async def test_pipelined_requests_are_answered_in_order(sound):
 
 
 async def test_who_pipelines_a_thousand_requests_and_reads_nothing_waits_behind_its_own(sound, eventually):
-    reader, writer = await asyncio.open_connection("127.0.0.1", sound.port)
+    _reader, writer = await asyncio.open_connection("127.0.0.1", sound.port)
     writer.write(post(body_of("forever", stream=True)) * 1000)
     await sound.fleet.heard.wait()
     await asyncio.sleep(0.2)
@@ -180,7 +180,8 @@ async def test_bodies_that_are_no_requests_are_400_or_404(sound, body):
     got = await talk(sound.port, post(body, b"Connection: close"))
     assert statuses(got)[0] in (400, 404), got
     error = json.loads(got.partition(b"\r\n\r\n")[2])["error"]
-    assert error["message"] and error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
@@ -308,7 +309,7 @@ async def test_a_key_is_revoked_under_load_and_open_streams_go_on(build, tmp_pat
     file.write_text(f'[keys]\n{keys["new-key"]} = "acme"\n')
     assert set(await asking) <= {200, 401}
     async with asyncio.timeout(5):
-        while (await status("old-key"), await status("new-key")) != (401, 200):
+        while (await status("old-key"), await status("new-key")) != (401, 200):  # noqa: ASYNC110 - no event tells it
             await asyncio.sleep(0.05)
     assert house.gateway.streams.open == 40
     house.fleet.finish.set()
