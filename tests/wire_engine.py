@@ -93,6 +93,7 @@ class WireEngine:
         self.requests, self.aborted, self.probes = [], [], Counter()
         self.unauthorised = 0
         self.fault = None
+        self.bound_at = "*"  # as its publishers say it
         self.hidden = set()  # names of metrics that are left out
         self.renamed = {}  # a metric's name -> what a newer version of the engine calls it
         self.others, self.others_kv = 0, 0.0  # sequences of clients that did not come by Quartet, their share of KV
@@ -194,13 +195,14 @@ class WireEngine:
         if not self.events:
             return web.json_response({})
         return web.json_response(
-            {str(rank): {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{each.port}",
+            {str(rank): {"enable_kv_cache_events": True, "publisher": "zmq",
+                         "endpoint": f"tcp://{self.bound_at}:{each.port}",
                          "replay_endpoint": f"tcp://127.0.0.1:{each.replay_port}", "buffer_steps": 10000,
                          "hwm": 100000, "topic": "kv@A"} for rank, each in enumerate(self.publishers)}
         )  # fmt: skip
 
     async def info(self, _):
-        config = {"publisher": "zmq", "endpoint": f"tcp://*:{self.publisher.port}" if self.events else "",
+        config = {"publisher": "zmq", "endpoint": f"tcp://{self.bound_at}:{self.publisher.port}" if self.events else "",
                   "replay_endpoint": f"tcp://*:{self.publisher.replay_port}" if self.events else None}  # fmt: skip
         return web.json_response(
             {"version": "0.5.23", "page_size": self.block, "max_total_num_tokens": 65536, "dp_size": self.ranks,

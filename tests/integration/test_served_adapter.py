@@ -509,6 +509,31 @@ async def test_what_the_engine_caches_is_known_by_its_events(kind):
         await held(bench, ())
 
 
+@pytest.mark.parametrize(("kind", "bound_at"), [("vllm", "127.0.0.1"), ("sglang", "0.0.0.0")])
+async def test_an_engine_that_listens_where_it_might_have_connected_is_heard(kind, bound_at):
+    """vLLM tells the address that ``tcp://*:0`` has got it, and SGLang binds the address of all networks."""
+    async with WireEngine(kind) as engine, Bench(engine, sketch="tokens") as bench:
+        engine.bound_at = bound_at
+        await bench.up()
+        await bench.answer({"prompt": IDS})
+        await held(bench, RUNGS)
+        assert bench.adapter.diagnose().findings == []
+
+
+async def test_an_engine_that_connects_finds_its_agent_listening():
+    async with WireEngine() as engine:
+        engine.bound_at = "127.0.0.1"
+        (publisher,) = engine.publishers
+        publisher.live.unbind(f"tcp://127.0.0.1:{publisher.port}")
+        publisher.live.connect(f"tcp://127.0.0.1:{publisher.port}")
+        async with Bench(engine, sketch="tokens") as bench:
+            await bench.up()
+            await until(lambda: bench.adapter.diagnose().affinity == "events")
+            await asyncio.sleep(0.3)  # it tries to connect again and again
+            await bench.answer({"prompt": IDS})
+            await held(bench, RUNGS)
+
+
 async def test_events_from_before_the_agent_and_events_that_were_lost_are_asked_for_again():
     async with WireEngine() as engine:
         await engine.read(tuple(IDS), {})

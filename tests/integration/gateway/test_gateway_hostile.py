@@ -137,7 +137,7 @@ async def test_two_readings_of_one_request_are_none(sound, head):
 )
 async def test_chunks_that_are_none_are_refused(sound, chunks):
     got = await talk(sound.port, post(b"", b"Transfer-Encoding: chunked", length=False), chunks)
-    assert statuses(got)[:1] and 400 <= statuses(got)[0] < 500, got
+    assert 400 <= statuses(got)[0] < 500, got
     assert b'{"error":{' in got
 
 
@@ -202,7 +202,8 @@ async def test_bodies_that_are_no_requests_are_400_or_404(sound, body):
 )
 async def test_request_lines_of_any_kind_get_an_error_object(sound, line):
     got = await talk(sound.port, line + b"\r\n" + HOST + b"Connection: close\r\n\r\n")
-    assert len(statuses(got)) == 1 and 400 <= statuses(got)[0] < 500, got
+    (status,) = statuses(got)
+    assert 400 <= status < 500, got
     assert b'{"error":{' in got
 
 
