@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
 
 from quartet_bus.bus import BusError, Headers
 from quartet_bus.config.schema import NatsSection
@@ -78,21 +77,13 @@ def check_publish(subject: str, reply: str, headers: Headers | None) -> None:
 
     nats-py says so as well, but only once there is a connection, which is too late for a message that waits for one.
     """
-    _check_subject(subject)
-    if reply:
-        _check_subject(reply)
+    if not subject or _BLANK.search(subject) or (reply and _BLANK.search(reply)):
+        raise BusError(f"cannot publish to {subject!r} with reply {reply!r}: no subject is empty or has blanks")
+    if not _is_text(subject + reply):
+        raise BusError(f"cannot publish to {subject!r} with reply {reply!r}: not valid text")
     for key, value in (headers or {}).items():
         if not _HEADER_KEY.fullmatch(key) or not _is_text(value):
             raise BusError(f"cannot publish to {subject!r} with the header {key!r}: {value!r}")
-
-
-@lru_cache(maxsize=1024)
-def _check_subject(subject: str) -> None:
-    """Raise ``BusError`` for what is no subject to publish to. Each token of a stream goes to the same one."""
-    if not subject or _BLANK.search(subject):
-        raise BusError(f"cannot publish to {subject!r}: no subject is empty or has blanks")
-    if not _is_text(subject):
-        raise BusError(f"cannot publish to {subject!r}: not valid text")
 
 
 def check_subscribe(subject: str, queue: str) -> None:
