@@ -234,7 +234,7 @@ async def test_the_engines_word_on_a_request_is_the_clients(bench):
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_hundred_streams_at_once_end_and_leave_nothing(kind):
     # Patient: all of it shares one loop, which may be late for probes on a machine that is busy.
-    async with WireEngine(kind) as engine, Bench(engine, probe_timeout_ms=20_000) as bench:
+    async with WireEngine(kind) as engine, Bench(engine, probe_timeout_ms=20_000, connect_timeout_ms=20_000) as bench:
         await bench.up()
         await hundred_streams(bench)
 
@@ -454,6 +454,17 @@ async def test_a_rank_may_be_a_worker_of_its_own_with_its_own_load_and_cache(kin
         assert (first.adapter.load().running, other.adapter.load().running) == (1, 0)
         assert "ranks" not in [finding.code for finding in other.adapter.diagnose().findings]
         first.adapter.cancel(job)
+
+
+async def test_events_of_a_rank_are_at_its_own_place_in_the_configuration():
+    async with WireEngine(ranks=2) as engine:
+        told = ", ".join(f"tcp://127.0.0.1:{each.port}" for each in engine.publishers)
+        async with Bench(engine, sketch="tokens", rank=1, data_parallel=2, kv_events=told) as bench:
+            await bench.up()
+            await asyncio.sleep(0.2)  # it has no replay, so it must be there before
+            await bench.answer({"prompt": IDS})
+            await held(bench, RUNGS)
+            assert len(bench.adapter._prefixes._lines) == 1
 
 
 async def test_a_rank_that_the_server_has_not_is_no_worker():

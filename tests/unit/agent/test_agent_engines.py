@@ -32,6 +32,29 @@ def test_an_agent_without_engines_says_so_once_and_is_a_node_without_workers():
     run_virtual(script())
 
 
+def test_each_rank_of_a_server_is_a_worker_on_its_own_cards():
+    async def script() -> None:
+        section = EngineSection(
+            "vllm", "chat", "H100_SXM5", url="http://127.0.0.1:1", tp=4, data_parallel=3, first_gpu=1
+        )
+        agent = AgentService(
+            MemoryBus(MemoryBroker()),
+            Config(models={"chat": ModelSection("llama-3.1-70b")}, agent=AgentSection(node="n", engines=(section,))),
+            instance="n",
+            random=random.Random(1),
+            beats=VirtualBeats(lambda _: None, 0.005),
+            mover=MemoryMover(MemoryNetwork(), "n"),
+        )
+        agent._assemble()
+        assert {name: worker.facts.gpus for name, worker in agent.workers.items()} == {
+            "n-0": (1, 2, 3, 4),
+            "n-1": (5, 6, 7, 8),
+            "n-2": (9, 10, 11, 12),
+        }
+
+    run_virtual(script())
+
+
 @pytest.mark.parametrize(
     ("fields", "key", "says"),
     [
@@ -39,6 +62,13 @@ def test_an_agent_without_engines_says_so_once_and_is_a_node_without_workers():
         ({"kind": "vllm", "url": "http://h:1", "count": 2}, "count", "one table for each server"),
         ({"kind": "vllm", "url": "http://h:1", "adapter_paths": {"lora": "/x"}}, "adapter_paths", "adapters"),
         ({"kind": "sglang", "url": "http://h:1", "kv_connector": "NixlConnector"}, "kv_connector", "vllm"),
+        ({"kind": "openai", "url": "http://h:1", "data_parallel": 2}, "data_parallel", "no ranks"),
+        ({"kind": "simulated", "data_parallel": 2}, "data_parallel", "have a count"),
+        (
+            {"kind": "vllm", "url": "http://h:1", "data_parallel": 2, "kv_events": "tcp://h:5"},
+            "kv_events",
+            "each of the 2 ranks, not 1",
+        ),
         ({"kind": "simulated", "url": "http://h:1"}, "url", "no server"),
         ({"kind": "simulated", "api_key": "x"}, "api_key", "no server"),
     ],

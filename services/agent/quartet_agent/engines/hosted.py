@@ -6,6 +6,7 @@ from random import Random
 
 from quartet_agent.engines.base import EngineAdapter
 from quartet_agent.engines.dialect import DIALECTS
+from quartet_agent.engines.events import sources_in
 from quartet_agent.engines.served import Log, ServedAdapter
 from quartet_agent.engines.simulated import SimulatedAdapter
 from quartet_agent.worker import HostedWorker, WorkerFacts
@@ -78,6 +79,13 @@ def _check_server(section: EngineSection, key: str) -> None:
         raise ConfigError(
             WHERE, f"{key}.data_parallel", section.data_parallel, f"engines of kind {section.kind} have no ranks"
         )
+    if section.data_parallel > 1 and section.kv_events not in ("auto", "off"):
+        told = len(sources_in(section.kv_events, section.kv_replay))
+        if told != section.data_parallel:
+            raise ConfigError(
+                WHERE, f"{key}.kv_events", section.kv_events,
+                f"must have one endpoint for each of the {section.data_parallel} ranks, not {told}",
+            )  # fmt: skip
     if section.kv_connector and section.kind != "vllm":
         raise ConfigError(WHERE, f"{key}.kv_connector", section.kv_connector, "only engines of kind vllm have one")
 

@@ -293,7 +293,8 @@ class ServedAdapter(EngineAdapter):
             return ()
         if configured == "auto":
             return sources_of(learned.events, self._section.url)
-        return sources_in(configured, self._section.kv_replay)
+        sources = sources_in(configured, self._section.kv_replay)
+        return sources if self._rank is None else sources[self._rank : self._rank + 1]
 
     # Jobs
 
