@@ -1,11 +1,14 @@
+import asyncio
 import random
 
 import pytest
 from structlog.testing import CapturingLogger
 
 from quartet_agent.beats.virtual import VirtualBeats
+from quartet_agent.engines.hosted import host_workers
 from quartet_agent.kv.memory import MemoryMover, MemoryNetwork
 from quartet_agent.service import AgentService
+from quartet_bus import catalogue
 from quartet_bus.config.check import ConfigError
 from quartet_bus.config.schema import AgentSection, Config, EngineSection, ModelSection
 from quartet_bus.loop import run_virtual
@@ -33,26 +36,19 @@ def test_an_agent_without_engines_says_so_once_and_is_a_node_without_workers():
 
 
 def test_each_rank_of_a_server_is_a_worker_on_its_own_cards():
-    async def script() -> None:
-        section = EngineSection(
-            "vllm", "chat", "H100_SXM5", url="http://127.0.0.1:1", tp=4, data_parallel=3, first_gpu=1
-        )
-        agent = AgentService(
-            MemoryBus(MemoryBroker()),
-            Config(models={"chat": ModelSection("llama-3.1-70b")}, agent=AgentSection(node="n", engines=(section,))),
-            instance="n",
-            random=random.Random(1),
-            beats=VirtualBeats(lambda _: None, 0.005),
-            mover=MemoryMover(MemoryNetwork(), "n"),
-        )
-        agent._assemble()
-        assert {name: worker.facts.gpus for name, worker in agent.workers.items()} == {
-            "n-0": (1, 2, 3, 4),
-            "n-1": (5, 6, 7, 8),
-            "n-2": (9, 10, 11, 12),
-        }
-
-    run_virtual(script())
+    loop = asyncio.new_event_loop()
+    section = EngineSection("vllm", "chat", "H100_SXM5", url="http://127.0.0.1:1", tp=4, data_parallel=3, first_gpu=1)
+    config = Config(models={"chat": ModelSection("llama-3.1-70b")}, agent=AgentSection(node="n", engines=(section,)))
+    workers = host_workers(
+        config, catalogue.load(config), "n", random.Random(1), loop, lambda: 0.0, lambda: 0.0, lambda: False, None
+    )
+    assert {worker.id: worker.facts.gpus for worker in workers} == {
+        "n-0": (1, 2, 3, 4),
+        "n-1": (5, 6, 7, 8),
+        "n-2": (9, 10, 11, 12),
+    }
+    assert [worker.adapter._rank for worker in workers] == [0, 1, 2]
+    loop.close()
 
 
 @pytest.mark.parametrize(
