@@ -10,10 +10,8 @@ import contextlib
 import json
 from collections import Counter
 
-import zmq
-import zmq.asyncio
 from aiohttp import web
-from msgspec import msgpack
+from wire_publisher import publishers
 
 VLLM_GENERATIONS = {
     "current": ("vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
@@ -21,59 +19,6 @@ VLLM_GENERATIONS = {
                  "vllm:gpu_prefix_cache_hits_total"),
     "v0": ("vllm:gpu_cache_usage_perc", None, None),
 }  # fmt: skip
-
-
-class Publisher:
-    """KV events as vLLM publishes them: topic, number, payload; and what was said lately, again on request."""
-
-    def __init__(self, *, kept=10_000, rank=0, ports=(0, 0)):
-        self.said, self.kept, self.lost, self.rank = [], kept, 0, rank
-        self.context = zmq.asyncio.Context()
-        self.live = self.context.socket(zmq.PUB)
-        self.port = self.bind(self.live, ports[0])
-        self.again = self.context.socket(zmq.ROUTER)
-        self.replay_port = self.bind(self.again, ports[1])
-        self.answering = asyncio.get_running_loop().create_task(self.answer())
-
-    @staticmethod
-    def bind(socket, port):
-        if not port:
-            return socket.bind_to_random_port("tcp://127.0.0.1")
-        socket.bind(f"tcp://127.0.0.1:{port}")
-        return port
-
-    async def say(self, *events, lose=False):
-        payload = msgpack.encode([1.5, list(events), self.rank])
-        number = len(self.said)
-        self.said.append(payload)
-        if not lose:
-            await self.live.send_multipart([b"kv@A", number.to_bytes(8, "big"), payload])
-
-    async def answer(self):
-        while True:
-            who, empty, start = await self.again.recv_multipart()
-            first = max(int.from_bytes(start, "big"), len(self.said) - self.kept)
-            for number in range(first, len(self.said)):
-                await self.again.send_multipart([who, empty, b"kv@A", number.to_bytes(8, "big"), self.said[number]])
-            await self.again.send_multipart([who, empty, b"", b"\xff" * 8, b""])
-
-    def close(self):
-        self.answering.cancel()
-        self.context.destroy(linger=0)
-
-
-def publishers(ranks):
-    """One publisher a data-parallel rank, on consecutive ports, as engines have them."""
-    while True:
-        made = [Publisher()]
-        try:
-            for rank in range(1, ranks):
-                made.append(Publisher(rank=rank, ports=(made[0].port + rank, made[0].replay_port + rank)))
-        except zmq.ZMQError:  # somebody else has that port
-            for publisher in made:
-                publisher.close()
-        else:
-            return made
 
 
 BY_PORT = {}  # port -> engine: who fetches KV from whom

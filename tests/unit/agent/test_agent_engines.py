@@ -36,11 +36,11 @@ def test_an_agent_without_engines_says_so_once_and_is_a_node_without_workers():
 
 
 def test_each_rank_of_a_server_is_a_worker_on_its_own_cards():
-    loop = asyncio.new_event_loop()
+    loop, log = asyncio.new_event_loop(), CapturingLogger()
     section = EngineSection("vllm", "chat", "H100_SXM5", url="http://127.0.0.1:1", tp=4, data_parallel=3, first_gpu=1)
     config = Config(models={"chat": ModelSection("llama-3.1-70b")}, agent=AgentSection(node="n", engines=(section,)))
     workers = host_workers(
-        config, catalogue.load(config), "n", random.Random(1), loop, lambda: 0.0, lambda: 0.0, lambda: False, CapturingLogger()
+        config, catalogue.load(config), "n", random.Random(1), loop, lambda: 0.0, lambda: 0.0, lambda: False, log
     )
     assert {worker.id: worker.facts.gpus for worker in workers} == {
         "n-0": (1, 2, 3, 4),
