@@ -22,22 +22,18 @@ class MissingMetrics:
         self._patience = patience
         self._alarm = alarm
         self._relief = relief
-        self._answered = False
-        self._looks = 0
+        self._looks = 0  # since the first answer
         self.now: tuple[str, ...] = ()
         """What is missing: the worker is degraded while there is anything."""
 
     def born(self) -> None:
-        """Another life of the engine began: it has answered nothing yet."""
-        self._answered, self._looks = False, 0
+        """Another life of the engine began."""
+        self._looks = 0
 
-    def answered(self) -> None:
-        """It has answered a request."""
-        self._answered = True
-
-    def look(self, reading: Reading, **about: Any) -> None:
-        """Its metrics were read; ``about`` is said with the alarm."""
-        self._looks += self._answered
+    def look(self, reading: Reading, *, answered: bool, **about: Any) -> None:
+        """Its metrics were read. ``answered``: it has answered a request in this life. ``about`` is said with the
+        alarm."""
+        self._looks += answered
         if self._dialect.lazy and self._looks < self._patience:
             return
         if reading.missing == self.now:

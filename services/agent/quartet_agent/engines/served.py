@@ -6,8 +6,7 @@ reads its metrics under whatever names its version gives them, and notices when 
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
@@ -19,23 +18,18 @@ from quartet_agent.engines.base import (
     CannotLoad,
     Diagnosis,
     EngineAdapter,
-    EngineEvent,
     EngineLoad,
-    Failed,
-    Finished,
-    FirstToken,
     KvPool,
     Life,
     Listener,
-    Output,
-    Prefilled,
     Work,
 )
-from quartet_agent.engines.call import Call, path_of
+from quartet_agent.engines.call import path_of
 from quartet_agent.engines.dialect import Dialect
 from quartet_agent.engines.estimate import LoadEstimate
 from quartet_agent.engines.events import Source, sources_in, sources_of
 from quartet_agent.engines.findings import find
+from quartet_agent.engines.jobs import Jobs
 from quartet_agent.engines.missing import MissingMetrics
 from quartet_agent.engines.prefixes import CachedPrefixes
 from quartet_agent.engines.reading import Reading
@@ -46,7 +40,6 @@ from quartet_bus.messages import Role
 from quartet_core.openai import upstream
 from quartet_core.profile import Profile
 
-_PRESSURE_PAUSE_S = 0.002
 _DISCHARGES = 4
 _DISCHARGE_MS = 20_000.0
 
@@ -85,7 +78,6 @@ class ServedAdapter(EngineAdapter):
         self._model = model
         self._dialect = dialect
         self._now_ms = now_ms
-        self._congested = congested
         self._log = log
         self._served = section.served_model or section.model
         self._rank = rank
@@ -96,23 +88,20 @@ class ServedAdapter(EngineAdapter):
         self._adapters = Adapters(section, self._server, dialect.loads_adapters, self._on_adapters)
         self._estimate = LoadEstimate(profile, section.kv_tokens or kv_tokens)
         self._prefixes = CachedPrefixes(section.kv_tokens or kv_tokens, self._estimate.moved)
-        self._calls: dict[str, Call] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._jobs = Jobs(self._server, self._estimate, self._prefixes, now_ms, congested, self._on_fault)
         self._background: set[asyncio.Task[None]] = set()
         self._discharging = asyncio.Semaphore(_DISCHARGES)
-        self._listener: Listener | None = None
         self._changed: Callable[[], None] = lambda: None
         self._life = Life(number=0, up=False)
         self._reading: Reading | None = None
         self._missing = MissingMetrics(dialect, section.probes_lost, log.error, log.info)
-        self._prompts: Counter[str] = Counter()
         self._stopped = False
 
     # As ``EngineAdapter``
 
     async def start(self, listener: Listener) -> None:
         """As ``EngineAdapter.start``. Does not wait for the server: the worker comes up when that answers."""
-        self._listener = listener
+        self._jobs.listener = listener
         await self._server.open()
         self._spawn(self._watch.run())
 
@@ -120,11 +109,9 @@ class ServedAdapter(EngineAdapter):
         """As ``EngineAdapter.stop``."""
         self._stopped = True
         self._prefixes.end()
-        tasks = [*self._tasks.values(), *self._background]
-        self._tasks.clear()
-        for task in tasks:
+        for task in self._background:
             task.cancel()
-        if tasks:
+        if tasks := [*self._jobs.end(), *self._background]:
             await asyncio.wait(tasks)
         await self._server.close()
 
@@ -137,22 +124,14 @@ class ServedAdapter(EngineAdapter):
         dialect = self._dialect
         model = work.model if work.model in self._section.adapters else self._served
         order = bodies.order(work, model=model, usage=dialect.usage, salted=dialect.salted, rid=bool(dialect.abort))
-        call = Call(work, order, self._server, self._emit_for(work.job), self._ready)
-        self._prompts["prompts_as_text" if work.inference.prompt_ids is None else "prompts_as_ids"] += 1
-        tokens = work.prompt_tokens or work.inference.prompt_tokens
-        self._estimate.began(work.job, tokens, 0.1 if work.role is Role.DECODE else work.prefill_ms, self._now_ms())
-        self._calls[work.job] = call
-        self._tasks[work.job] = asyncio.get_running_loop().create_task(self._run(call))
+        self._jobs.begin(work, order)
 
     def cancel(self, job: str) -> float:
         """As ``EngineAdapter.cancel``. The connection is closed, which ends the request on the engine."""
-        busy_ms = self._forget(job)
-        task = self._tasks.pop(job, None)
-        if task is not None:
-            task.cancel()
-            if self._dialect.abort and not self._stopped:
-                # It looks for closed connections now and then only, when the answer is not streamed.
-                self._spawn(self._post_quietly(self._dialect.abort, _encode({"rid": job})))
+        busy_ms, ran = self._jobs.cancel(job)
+        if ran and self._dialect.abort and not self._stopped:
+            # It looks for closed connections now and then only, when the answer is not streamed.
+            self._spawn(self._post_quietly(self._dialect.abort, _encode({"rid": job})))
         return busy_ms
 
     def load(self) -> EngineLoad:
@@ -205,8 +184,8 @@ class ServedAdapter(EngineAdapter):
         """As ``EngineAdapter.diagnose``."""
         reading = self._reading
         if reading is not None and reading.queries is not None and reading.hits is not None:
-            self._prompts["engine_looked_up_tokens"] = int(reading.queries)
-            self._prompts["engine_cached_tokens"] = int(reading.hits)
+            self._jobs.prompts["engine_looked_up_tokens"] = int(reading.queries)
+            self._jobs.prompts["engine_cached_tokens"] = int(reading.hits)
         diagnosis = Diagnosis(
             kind=self._dialect.name,
             up=self._life.up,
@@ -218,7 +197,7 @@ class ServedAdapter(EngineAdapter):
             ranks=1 if self._rank is not None or reading is None else len(reading.ranks),
             affinity="events" if self._prefixes.exact else "traffic",
             events=self._prefixes.figures(),
-            prompts=dict(self._prompts),
+            prompts=dict(self._jobs.prompts),
         )
         diagnosis.findings = find(diagnosis, self._section, self._model, self._prefixes.problems)
         return diagnosis
@@ -233,6 +212,7 @@ class ServedAdapter(EngineAdapter):
         self._estimate.restarted()
         to_load = self._adapters.found(learned.models)
         self._missing.born()
+        self._jobs.answered = False
         self._life = Life(
             number=self._life.number + 1,
             version=learned.version,
@@ -253,9 +233,7 @@ class ServedAdapter(EngineAdapter):
         self._life = msgspec.structs.replace(self._life, up=False)
         self._prefixes.end()
         error = upstream(f"The engine was lost: {why}.", "engine_lost")
-        for job in list(self._tasks):
-            self._tasks.pop(job).cancel()
-            self._emit_for(job)([Failed(job, "engine_lost", error, elsewhere=True)])
+        self._jobs.fail_all("engine_lost", error)
         self._changed()
 
     def _on_away(self, why: str) -> None:
@@ -273,19 +251,9 @@ class ServedAdapter(EngineAdapter):
         told_by_steps = self._dialect.prefill_steps and reading.steps is not None
         if not told_by_steps and self._estimate.reads_prompt(self._now_ms()):
             self._estimate.moved()
-        self._missing.look(reading, url=self._section.url, version=self._life.version)
+        self._missing.look(reading, answered=self._jobs.answered, url=self._section.url, version=self._life.version)
         if moved:
-            self._assume_first_tokens()
-
-    def _assume_first_tokens(self) -> None:
-        """A job that does not stream tells no first token. When it was due and the engine moves, its prompt is taken as
-        read, and is no work that is queued any more. Nobody is told: it can still be done elsewhere."""
-        now_ms = self._now_ms()
-        for job, call in self._calls.items():
-            whole = not call.work.inference.stream and call.work.role is not Role.PREFILL
-            if whole and self._estimate.overdue(job, now_ms):
-                call.queue_ms = self._estimate.first_token(job, now_ms, seen=False)
-                return  # one a look, since the next one's prompt begins only now
+            self._jobs.assume_first_tokens()
 
     def _sources(self, learned: Learned) -> tuple[Source, ...]:
         configured = self._section.kv_events
@@ -296,66 +264,10 @@ class ServedAdapter(EngineAdapter):
         sources = sources_in(configured, self._section.kv_replay)
         return sources if self._rank is None else sources[self._rank : self._rank + 1]
 
-    # Jobs
-
-    async def _run(self, call: Call) -> None:
-        try:
-            await call.run()
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # our own fault, and still the job's end
-            job = call.work.job
-            self._log.error("a call to an engine failed", url=self._section.url, error=repr(error))
-            self._emit_for(job)([Failed(job, "engine_error", upstream("The engine failed.", "engine_error"))])
-
-    def _emit_for(self, job: str) -> Callable[[Sequence[EngineEvent]], None]:
-        def emit(events: Sequence[EngineEvent]) -> None:
-            call = self._calls.get(job)
-            if call is None or self._listener is None:
-                return  # it was cancelled
-            told = [self._account(call, event) for event in events]
-            self._listener(told)
-
-        return emit
-
-    def _account(self, call: Call, event: EngineEvent) -> EngineEvent:
-        """Keep the estimate in step with what is told, and add what only the estimate knows."""
-        job, now_ms = call.work.job, self._now_ms()
-        match event:
-            case FirstToken():
-                self._prefixes.read(call.work)
-                waited_ms = self._estimate.first_token(job, now_ms, seen=call.work.inference.stream)
-                return FirstToken(job, queue_ms=call.queue_ms or waited_ms)
-            case Output():
-                if call.work.inference.stream:
-                    self._estimate.output(job, 1)
-                return event
-            case Finished(usage=usage):
-                self._missing.answered()
-                self._prompts["prompt_tokens"] += usage.prompt_tokens
-                self._prompts["cached_tokens_told"] += usage.cached_tokens
-                return Finished(job, msgspec.structs.replace(usage, busy_ms=self._forget(job)))
-            case Prefilled(usage=usage):
-                self._prefixes.read(call.work)
-                queue_ms = self._estimate.first_token(job, now_ms)
-                return msgspec.structs.replace(
-                    event, usage=msgspec.structs.replace(usage, busy_ms=self._forget(job)), queue_ms=queue_ms
-                )
-            case Failed(usage=usage):
-                return msgspec.structs.replace(event, usage=msgspec.structs.replace(usage, busy_ms=self._forget(job)))
-
-    def _forget(self, job: str) -> float:
-        self._calls.pop(job, None)
-        task = self._tasks.get(job)
-        if task is not None and task is asyncio.current_task():
-            del self._tasks[job]
-        return self._estimate.ended(job, self._now_ms())
-
-    async def _ready(self) -> None:
-        while self._congested():  # noqa: ASYNC110 - the bus tells how much waits, not when less does
-            await asyncio.sleep(_PRESSURE_PAUSE_S)
-
     # In the background
+
+    def _on_fault(self, error: Exception) -> None:
+        self._log.error("a call to an engine failed", url=self._section.url, error=repr(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
