@@ -2,9 +2,11 @@
 
 import contextlib
 import random
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Patient: these tests are about what happens, and must hold on a machine that is shared.
@@ -104,6 +106,7 @@ class Quartet:
             (directory / f"{node}.toml").write_text(agent)
         self._nodes = tuple(agents)
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._named: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         """Start all processes."""
@@ -121,6 +124,15 @@ class Quartet:
                 process.wait(15)
             process.kill()
 
+    @contextlib.contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """Inside, the process of this name does nothing, as one that hangs."""
+        self._named[name].send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._named[name].send_signal(signal.SIGCONT)
+
     def logs(self) -> str:
         """The last words of every process."""
         return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(self.directory.glob("*.log")))
@@ -130,4 +142,5 @@ class Quartet:
         if node:
             command += ["--config", str(self.directory / f"{node}.toml")]
         with (self.directory / f"{name}.log").open("ab") as log:
-            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+            self._named[name] = subprocess.Popen(command, stdout=log, stderr=log)
+            self._processes.append(self._named[name])

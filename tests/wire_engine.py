@@ -10,10 +10,8 @@ import contextlib
 import json
 from collections import Counter
 
-import zmq
-import zmq.asyncio
 from aiohttp import web
-from msgspec import msgpack
+from wire_publisher import publishers
 
 VLLM_GENERATIONS = {
     "current": ("vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
@@ -23,38 +21,6 @@ VLLM_GENERATIONS = {
 }  # fmt: skip
 
 
-class Publisher:
-    """KV events as vLLM publishes them: topic, number, payload; and what was said lately, again on request."""
-
-    def __init__(self, *, kept=10_000):
-        self.said, self.kept, self.lost = [], kept, 0
-        self.context = zmq.asyncio.Context()
-        self.live = self.context.socket(zmq.PUB)
-        self.port = self.live.bind_to_random_port("tcp://127.0.0.1")
-        self.again = self.context.socket(zmq.ROUTER)
-        self.replay_port = self.again.bind_to_random_port("tcp://127.0.0.1")
-        self.answering = asyncio.get_running_loop().create_task(self.answer())
-
-    async def say(self, *events, lose=False):
-        payload = msgpack.encode([1.5, list(events), 0])
-        number = len(self.said)
-        self.said.append(payload)
-        if not lose:
-            await self.live.send_multipart([b"kv@A", number.to_bytes(8, "big"), payload])
-
-    async def answer(self):
-        while True:
-            who, empty, start = await self.again.recv_multipart()
-            first = max(int.from_bytes(start, "big"), len(self.said) - self.kept)
-            for number in range(first, len(self.said)):
-                await self.again.send_multipart([who, empty, b"kv@A", number.to_bytes(8, "big"), self.said[number]])
-            await self.again.send_multipart([who, empty, b"", b"\xff" * 8, b""])
-
-    def close(self):
-        self.answering.cancel()
-        self.context.destroy(linger=0)
-
-
 BY_PORT = {}  # port -> engine: who fetches KV from whom
 
 
@@ -62,14 +28,20 @@ class WireEngine:
     """One server. Set ``fault`` to have the next requests fail, and read what came in ``requests`` and ``aborted``."""
 
     def __init__(self, kind="vllm", *, generation="current", model="chat", key="", token_s=0.0, block=32,
-                 max_model_len=4096, events=True, handshake=True):  # fmt: skip
+                 max_model_len=4096, events=True, handshake=True, ranks=1):  # fmt: skip
         self.kind, self.generation, self.model, self.key = kind, generation, model, key
         self.token_s, self.block, self.max_model_len = token_s, block, max_model_len
         self.events, self.handshake = events and kind != "openai", handshake
+        self.ranks = ranks  # data-parallel ones
+        self.rank_requests, self.rank_running = [0] * ranks, [0] * ranks  # what each was given, and what it runs
+        self.caches = [{} for _ in range(ranks)]  # of each rank: prefix -> hash
         self.requests, self.aborted, self.probes = [], [], Counter()
         self.unauthorised = 0
         self.fault = None
+        self.bound_at = "*"  # as its publishers say it
         self.hidden = set()  # names of metrics that are left out
+        self.renamed = {}  # a metric's name -> what a newer version of the engine calls it
+        self.others, self.others_kv = 0, 0.0  # sequences of clients that did not come by Quartet, their share of KV
         self.adapters = {}
         self.running = self.waiting = 0
         self.kept = {}  # prompts whose KV another engine may fetch, by remote request id
@@ -78,7 +50,7 @@ class WireEngine:
         self.lives = 0
         self.queries = self.hits = self.steps = 0
         self.runner = None
-        self.publisher = None
+        self.publishers = []
 
     async def __aenter__(self):
         await self.start()
@@ -93,14 +65,15 @@ class WireEngine:
 
     async def start(self):
         self.lives += 1
-        self.cache = {}  # prefix -> hash
+        self.caches = [{} for _ in range(self.ranks)]
         self.steps = self.queries = self.hits = 0
-        self.publisher = Publisher() if self.events else None
+        self.publishers = publishers(self.ranks) if self.events else []
         app = web.Application(client_max_size=1 << 30, middlewares=[self.guard])
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/completions", self.generate)
         app.router.add_post("/v1/chat/completions", self.generate)
+        app.router.add_post("/v1/embeddings", self.embed)
         if self.kind != "openai":
             app.router.add_get("/metrics", self.metrics)
             app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
@@ -109,7 +82,7 @@ class WireEngine:
             app.router.add_get("/version", self.version)
             app.router.add_get("/kv_event_sources", self.sources)
         if self.kind == "sglang":
-            app.router.add_get("/get_server_info", self.info)
+            app.router.add_get("/server_info", self.info)
             app.router.add_post("/abort_request", self.abort)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05)
         await self.runner.setup()
@@ -127,8 +100,12 @@ class WireEngine:
                 connection.transport.abort()
         await self.runner.cleanup()
         self.runner = None
-        if self.publisher is not None:
-            self.publisher.close()
+        for publisher in self.publishers:
+            publisher.close()
+
+    @property
+    def publisher(self):
+        return self.publishers[0] if self.publishers else None
 
     async def restart(self):
         await self.stop()
@@ -163,58 +140,80 @@ class WireEngine:
         if not self.events:
             return web.json_response({})
         return web.json_response(
-            {"0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{self.publisher.port}",
-                   "replay_endpoint": f"tcp://127.0.0.1:{self.publisher.replay_port}", "buffer_steps": 10000,
-                   "hwm": 100000, "topic": "kv@A"}}
+            {str(rank): {"enable_kv_cache_events": True, "publisher": "zmq",
+                         "endpoint": f"tcp://{self.bound_at}:{each.port}",
+                         "replay_endpoint": f"tcp://127.0.0.1:{each.replay_port}", "buffer_steps": 10000,
+                         "hwm": 100000, "topic": "kv@A"} for rank, each in enumerate(self.publishers)}
         )  # fmt: skip
 
     async def info(self, _):
-        config = {"publisher": "zmq", "endpoint": f"tcp://*:{self.publisher.port}" if self.events else "",
+        config = {"publisher": "zmq", "endpoint": f"tcp://{self.bound_at}:{self.publisher.port}" if self.events else "",
                   "replay_endpoint": f"tcp://*:{self.publisher.replay_port}" if self.events else None}  # fmt: skip
         return web.json_response(
-            {"version": "0.5.23", "page_size": self.block, "max_total_num_tokens": 65536,
+            {"version": "0.5.23", "page_size": self.block, "max_total_num_tokens": 65536, "dp_size": self.ranks,
              "kv_events_config": json.dumps(config) if self.events else None, "model_path": "x"}
         )  # fmt: skip
 
     async def metrics(self, _):
+        if self.fault == "no metrics":
+            return web.Response(status=500)
         return web.Response(text=self.exposition())
 
     def exposition(self):
         """Metrics under the names of this engine's version, as it writes them."""
-        used = sum(len(prefix) for prefix in self.cache) and 0.25
-        if self.kind == "sglang":
-            values = {
-                "sglang:num_running_reqs": self.running, "sglang:num_queue_reqs": self.waiting,
-                "sglang:token_usage": used, "sglang:generation_tokens_total": self.steps,
-                "sglang:prompt_tokens_total": self.queries, "sglang:cached_tokens_total": self.hits,
-            }  # fmt: skip
-            labels = '{model_name="chat",tp_rank="0"}'
-        else:
-            usage, queries, hits = VLLM_GENERATIONS[self.generation]
-            values = {
-                "vllm:num_requests_running": self.running, "vllm:num_requests_waiting": self.waiting, usage: used,
-                "vllm:iteration_tokens_total_count": self.steps, "vllm:iteration_tokens_total_sum": 17.0,
-                **({queries: self.queries, hits: self.hits} if queries else {"vllm:num_requests_swapped": 0}),
-            }  # fmt: skip
-            labels = '{engine="0",model_name="chat"}'
-        lines = [f"process_start_time_seconds {1.7e9 + self.lives}"]
-        for name, value in values.items():
+        series = {}
+        for rank in range(self.ranks):
+            labels, values = self.rank_metrics(rank)
+            for name, value in values.items():
+                series.setdefault(self.renamed.get(name, name), []).append((labels, value))
+        lines = [f"process_start_time_seconds {1.7e9 + self.lives}"] if self.kind == "vllm" else []
+        for name, told in series.items():
             if name not in self.hidden:
-                lines += [f"# HELP {name} words", f"# TYPE {name} gauge", f"{name}{labels} {float(value)}"]
+                lines += [f"# HELP {name} words", f"# TYPE {name} gauge"]
+                lines += [f"{name}{{{labels}}} {float(value)}" for labels, value in told]
         if self.kind == "vllm" and self.generation == "current":
-            lines.append(
-                f'vllm:cache_config_info{{block_size="{self.block}",num_gpu_blocks="2048",'
-                f'kv_cache_size_tokens="65536",prefix_caching_hash_algo="sha256"}} 1.0'
-            )
+            lines += [
+                f'vllm:cache_config_info{{block_size="{self.block}",engine="{rank}",num_gpu_blocks='
+                f'"{2048 * self.ranks}",kv_cache_size_tokens="65536",prefix_caching_hash_algo="sha256"}} 1.0'
+                for rank in range(self.ranks)
+            ]
         return "\n".join(lines) + "\n"
+
+    def rank_metrics(self, rank):
+        """Labels and values of one data-parallel rank."""
+        used = self.others_kv or (sum(len(prefix) for prefix in self.caches[rank]) and 0.25)
+        running = self.rank_running[rank] if rank else self.running - sum(self.rank_running[1:]) + self.others
+        waiting = 0 if rank else self.waiting
+        if self.kind == "sglang":
+            if not self.steps and not self.running and not self.others:
+                return "", {}  # its metrics begin with its first request
+            values = {
+                "sglang:num_running_reqs": running, "sglang:num_queue_reqs": waiting, "sglang:token_usage": used,
+                "sglang:generation_tokens_total": self.steps, "sglang:prompt_tokens_total": self.queries,
+                "sglang:cached_tokens_total": self.hits,
+            }  # fmt: skip
+            return 'model_name="chat",tp_rank="0"' + (f',dp_rank="{rank}"' if self.ranks > 1 else ""), values
+        usage, queries, hits = VLLM_GENERATIONS[self.generation]
+        values = {
+            "vllm:num_requests_running": running, "vllm:num_requests_waiting": waiting, usage: used,
+            "vllm:iteration_tokens_total_count": self.steps, "vllm:iteration_tokens_total_sum": 17.0,
+            **({queries: self.queries, hits: self.hits} if queries else {"vllm:num_requests_swapped": 0}),
+        }  # fmt: skip
+        return f'engine="{rank}",model_name="chat"', values
 
     async def load_adapter(self, request):
         body = await request.json()
+        if body["lora_name"] in self.adapters:
+            return web.json_response(
+                {"error": {"message": f"The lora adapter '{body['lora_name']}' has already been loaded.",
+                           "type": "InvalidUserInput", "param": None, "code": 400}}, status=400
+            )  # fmt: skip
         self.adapters[body["lora_name"]] = body["lora_path"]
         return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
 
     async def unload_adapter(self, request):
-        self.adapters.pop((await request.json())["lora_name"], None)
+        if self.adapters.pop((await request.json())["lora_name"], None) is None:
+            return web.json_response({"error": {"message": "no such adapter", "code": 404}}, status=404)
         return web.Response(text="Success")
 
     async def abort(self, request):
@@ -222,6 +221,20 @@ class WireEngine:
         return web.Response()
 
     # Requests
+
+    async def embed(self, request):
+        body = await request.json()
+        self.requests.append((request.path, dict(request.headers), body))
+        if self.fault == "no embeddings":
+            return web.json_response({"detail": "Not Found"}, status=404)
+        inputs = [body["input"]] if isinstance(body["input"], str) else body["input"]
+        rows = [{"index": index, "object": "embedding", "embedding": [float(len(text)), 0.5]} for index, text in
+                enumerate(inputs)]  # fmt: skip
+        tokens = sum(map(len, inputs))
+        return web.json_response(
+            {"id": "embd-1", "object": "list", "created": 1, "model": body["model"], "data": rows,
+             "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}}
+        )  # fmt: skip
 
     async def generate(self, request):
         body = await request.json()
@@ -232,6 +245,11 @@ class WireEngine:
         fault, self.fault = self.fault, None if self.fault in ("503", "500") else self.fault
         if fault in ("503", "500", "401"):
             return web.json_response({"error": {"message": "no", "type": "x", "code": int(fault)}}, status=int(fault))
+        # Without a wish, its own balancing: to whom it gave least.
+        wish = request.headers.get("X-data-parallel-rank")
+        rank = int(wish) if wish is not None else self.rank_requests.index(min(self.rank_requests))
+        self.rank_requests[rank] += 1
+        self.rank_running[rank] += 1
         self.running += 1
         try:
             if fault == "hang":
@@ -242,7 +260,7 @@ class WireEngine:
             if params.get("do_remote_prefill"):  # fetch it, by which it comes free over there
                 assert BY_PORT[params["remote_port"]].kept.pop(params["remote_request_id"]) == tokens
                 self.fetched.append(params["remote_request_id"])
-            cached = await self.read(tokens, body)
+            cached = await self.read(tokens, body, rank)
             count = body.get("max_tokens") or body.get("max_completion_tokens") or 16
             words = [f" w{(sum(tokens) + index) % 97}" for index in range(count)]
             usage = {"prompt_tokens": len(tokens), "completion_tokens": count, "total_tokens": len(tokens) + count,
@@ -258,6 +276,7 @@ class WireEngine:
             raise
         finally:
             self.running -= 1
+            self.rank_running[rank] -= 1
 
     def refusal(self, body):
         """400 in three dialects: too long, as each engine's version words it."""
@@ -272,25 +291,25 @@ class WireEngine:
             {"error": {"message": message, "type": "BadRequestError", "param": "prompt", "code": 400}}, status=400
         )
 
-    async def read(self, tokens, body):
+    async def read(self, tokens, body, rank=0):
         """Put the prompt into the cache; returns how many of its tokens were there, or came from another engine."""
-        salt = body.get("cache_salt", "")
+        salt, cache = body.get("cache_salt", ""), self.caches[rank]
         self.queries += len(tokens)
         ends = range(self.block, len(tokens) + 1, self.block)
         cached = 0
-        while cached < len(ends) and (salt, tokens[: ends[cached]]) in self.cache:
+        while cached < len(ends) and (salt, tokens[: ends[cached]]) in cache:
             cached += 1
         self.hits += cached * self.block
         self.steps += 1
         new = ends[cached:]
         if new:
             for end in new:
-                self.cache[salt, tokens[:end]] = hash((salt, tokens[:end])) & (1 << 64) - 1
+                cache[salt, tokens[:end]] = hash((salt, tokens[:end])) & (1 << 64) - 1
             start = new[0] - self.block
-            if self.publisher is not None:
-                await self.publisher.say(
-                    {"type": "BlockStored", "block_hashes": [self.cache[salt, tokens[:end]] for end in new],
-                     "parent_block_hash": self.cache[salt, tokens[:start]] if start else None,
+            if self.publishers:
+                await self.publishers[rank].say(
+                    {"type": "BlockStored", "block_hashes": [cache[salt, tokens[:end]] for end in new],
+                     "parent_block_hash": cache[salt, tokens[:start]] if start else None,
                      "token_ids": list(tokens[start : new[-1]]), "block_size": self.block, "lora_id": None,
                      "medium": "GPU", "lora_name": None, "group_idx": 0, "kv_cache_spec_kind": "full_attention",
                      "extra_keys": [[salt] if salt and end == self.block else None for end in new]}

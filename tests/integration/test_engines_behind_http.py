@@ -123,7 +123,7 @@ async def whole(directory, servers, *, more=("", "")):
 @pytest.fixture
 async def scene(tmp_path):
     servers = (WireEngine("vllm", model="tiny", key="secret"), WireEngine("openai", model="tiny", key="secret"))
-    async with whole(tmp_path, servers) as scene:
+    async with whole(tmp_path, servers, more=("embeddings = true\n", "")) as scene:
         yield scene
 
 
@@ -148,6 +148,11 @@ async def test_crash_restart_drain_and_doctor(scene):
     answers = await asyncio.gather(*(scene.ask(f"{number}") for number in range(20)))
     assert all(answer.choices[0].text.count(" w") == 4 for answer in answers)
     assert vllm.unauthorised == plain.unauthorised == 0
+
+    # Embeddings come from the one that makes them.
+    made = await scene.client.embeddings.create(model="tiny", input=["a", "text"], encoding_format="float")
+    assert [each.embedding for each in made.data] == [[1.0, 0.5], [4.0, 0.5]]
+    assert [path for path, _, _ in plain.requests if path == "/v1/embeddings"] == []
 
     # The doctor names each one's mode and why; only the plain server is no exact one.
     code, told = await scene.doctor("--json")
@@ -187,3 +192,13 @@ async def test_crash_restart_drain_and_doctor(scene):
     await scene.answered()
     await scene.order("b", "resume")
     await scene.answered()
+
+    # An agent that hangs is named, and so is one that is gone; the others are still told of.
+    with scene.quartet.stopped("agent-b"):
+        code, told = await scene.doctor("--json", "--wait", "1.5")
+        silent = {node["node"]: node.get("silent", "") for node in json.loads(told)}
+        assert (code, sorted(silent), silent["a"]) == (1, ["a", "b"], "")
+        assert silent["b"]
+        code, told = await scene.doctor()
+        assert "b: the agent does not answer [silent]" in told
+        assert "a-0" in told

@@ -25,7 +25,7 @@ QUICK = {"probe_interval_ms": 20, "probe_timeout_ms": 300, "probes_lost": 2, "co
 class Bench:
     """One adapter on one server, and all that it said."""
 
-    def __init__(self, engine, *, sketch="text", isolation=False, **fields):
+    def __init__(self, engine, *, sketch="text", isolation=False, rank=None, **fields):
         self.engine = engine
         section = EngineSection(engine.kind, engine.model, "H100_SXM5", url=engine.url, **(QUICK | fields))
         self.log = CapturingLogger()
@@ -34,7 +34,7 @@ class Bench:
         model = ModelSection("llama-3.1-8b", sketch=sketch, isolation=isolation)
         self.adapter = ServedAdapter(
             section, model, DIALECTS[engine.kind], PROFILE, 65536, lambda: time.monotonic() * 1e3,
-            lambda: self.congested, self.log,
+            lambda: self.congested, self.log, rank=rank,
         )  # fmt: skip
         self.adapter.on_life(lambda: self.lives.append(self.adapter.life))
         self.events = []
@@ -231,7 +231,15 @@ async def test_the_engines_word_on_a_request_is_the_clients(bench):
     assert len(events) == 1
 
 
-async def test_a_hundred_streams_at_once_end_and_leave_nothing(bench):
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_hundred_streams_at_once_end_and_leave_nothing(kind):
+    # Patient: all of it shares one loop, which may be late for probes on a machine that is busy.
+    async with WireEngine(kind) as engine, Bench(engine, probe_timeout_ms=20_000, connect_timeout_ms=20_000) as bench:
+        await bench.up()
+        await hundred_streams(bench)
+
+
+async def hundred_streams(bench):
     jobs = [bench.submit({"prompt": f"{number}", "max_tokens": 20}) for number in range(100)]
     ends = [await bench.end(job) for job in jobs]
     assert all(isinstance(end, Finished) for end in ends)
@@ -373,6 +381,124 @@ async def test_an_answer_in_one_piece_frees_its_place_in_the_queue_when_its_prom
         assert len(bench.of(job, FirstToken)) == 1
 
 
+async def test_metrics_that_are_never_given_are_one_alarm_too():
+    async with WireEngine() as engine, Bench(engine) as bench:
+        await bench.up()
+        engine.fault = "no metrics"
+        await until(lambda: bench.adapter.diagnose().degraded == ("running", "waiting", "kv_usage", "steps"))
+        assert bench.adapter.life.up
+        assert bench.errors() == ["engine metrics missing: the worker is degraded"]
+        before = engine.lives
+        await engine.restart()  # and a restart is seen all the same, by what was read last
+        engine.fault = None
+        await until(lambda: bench.adapter.life.up and bench.adapter.life.number == before + 1)
+        await until(lambda: not bench.adapter.diagnose().degraded)
+
+
+async def test_metrics_that_begin_with_the_first_request_are_not_missed_before_it():
+    async with WireEngine("sglang") as engine, Bench(engine) as bench:
+        await bench.up()
+        engine.hidden = {"sglang:token_usage"}
+        probes = engine.probes["/metrics"]
+        await until(lambda: engine.probes["/metrics"] > probes + 5)
+        assert (bench.adapter.diagnose().degraded, bench.errors()) == ((), [])
+        await bench.answer()
+        await until(lambda: bench.adapter.diagnose().degraded == ("kv_usage",))
+        assert bench.errors() == ["engine metrics missing: the worker is degraded"]
+
+
+# Data-parallel ranks
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_ranks_behind_one_server_are_one_worker_that_knows_all_their_caches(kind):
+    async with WireEngine(kind, ranks=3) as engine, Bench(engine, sketch="tokens") as bench:
+        await bench.up()
+        prompts = [[rank + 1] * 128 for rank in range(3)]
+        for prompt in prompts:
+            await bench.answer({"prompt": prompt})
+        assert engine.rank_requests == [1, 1, 1]
+        await held(bench, {rung for prompt in prompts for rung in sketch_tokens(prompt).rungs})
+        await until(lambda: "ranks" in [finding.code for finding in bench.adapter.diagnose().findings])
+        assert bench.adapter.diagnose().ranks == 3
+        if kind == "vllm":
+            assert bench.adapter.life.kv_tokens == 3 * 65536
+        engine.fault = "hang"
+        jobs = [bench.submit({"prompt": [9]}) for _ in range(6)]
+        await until(lambda: engine.rank_running == [2, 2, 2])
+        for job in jobs:
+            bench.adapter.cancel(job)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_rank_may_be_a_worker_of_its_own_with_its_own_load_and_cache(kind):
+    async with (
+        WireEngine(kind, ranks=2) as engine,
+        Bench(engine, sketch="tokens", rank=0, data_parallel=2) as first,
+        Bench(engine, sketch="tokens", rank=1, data_parallel=2) as other,
+    ):
+        await first.up()
+        await other.up()
+        for _ in range(3):
+            await other.answer({"prompt": IDS})
+        assert engine.rank_requests == [0, 3]
+        await held(other, RUNGS)
+        await held(first, ())
+        if kind == "vllm":
+            assert other.adapter.life.kv_tokens == 65536
+        engine.token_s = 0.02
+        job = first.submit({"prompt": [9], "max_tokens": 200})
+        await until(lambda: first.adapter.load().running == 1)
+        looked = engine.probes["/metrics"]
+        await until(lambda: engine.probes["/metrics"] > looked + 4)
+        assert (first.adapter.load().running, other.adapter.load().running) == (1, 0)
+        assert "ranks" not in [finding.code for finding in other.adapter.diagnose().findings]
+        first.adapter.cancel(job)
+
+
+async def test_events_of_a_rank_are_at_its_own_place_in_the_configuration():
+    async with WireEngine(ranks=2) as engine:
+        told = ", ".join(f"tcp://127.0.0.1:{each.port}" for each in engine.publishers)
+        async with Bench(engine, sketch="tokens", rank=1, data_parallel=2, kv_events=told) as bench:
+            await bench.up()
+            await asyncio.sleep(0.2)  # it has no replay, so it must be there before
+            await bench.answer({"prompt": IDS})
+            await held(bench, RUNGS)
+            assert len(bench.adapter._prefixes._lines) == 1
+
+
+async def test_a_rank_that_the_server_has_not_is_no_worker():
+    async with WireEngine(ranks=2) as engine, Bench(engine, rank=2, data_parallel=3) as bench:
+        await until(lambda: "no data-parallel rank 2; it has 0, 1" in bench.adapter.diagnose().why_down)
+        assert not bench.adapter.life.up
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize("inputs", ["one text", ["two", "texts"]])
+async def test_embeddings_are_one_output_as_the_engine_wrote_it(bench, inputs):
+    body = json.dumps({"model": "chat", "input": inputs, "dimensions": 2}).encode()
+    bench.adapter.submit(Work("e", "r", "chat", body, parse(body), Role.BOTH, 64))
+    last = await bench.end("e")
+    assert isinstance(last, Finished)
+    path, _, asked = bench.engine.requests[-1]
+    assert (path, asked["input"], asked["dimensions"]) == ("/v1/embeddings", inputs, 2)
+    (output,) = bench.of("e", Output)
+    rows = json.loads(output.data)["data"]
+    assert [row["index"] for row in rows] == list(range(1 if isinstance(inputs, str) else 2))
+    assert last.usage.prompt_tokens == 8
+    assert last.usage.output_tokens == 0
+
+
+async def test_embeddings_of_an_engine_that_makes_none_go_elsewhere(bench):
+    bench.engine.fault = "no embeddings"
+    body = json.dumps({"model": "chat", "input": "x"}).encode()
+    bench.adapter.submit(Work("e", "r", "chat", body, parse(body), Role.BOTH, 64))
+    last = await bench.end("e")
+    assert (last.reason, last.elsewhere) == ("engine_model", True)
+
+
 # Prefixes
 
 IDS = [7, 8, 9, 10] * 64  # 256 tokens
@@ -400,6 +526,31 @@ async def test_what_the_engine_caches_is_known_by_its_events(kind):
         await held(bench, RUNGS)
         await engine.publisher.say({"type": "AllBlocksCleared"})
         await held(bench, ())
+
+
+@pytest.mark.parametrize(("kind", "bound_at"), [("vllm", "127.0.0.1"), ("sglang", "0.0.0.0")])
+async def test_an_engine_that_listens_where_it_might_have_connected_is_heard(kind, bound_at):
+    """vLLM tells the address that ``tcp://*:0`` has got it, and SGLang binds the address of all networks."""
+    async with WireEngine(kind) as engine, Bench(engine, sketch="tokens") as bench:
+        engine.bound_at = bound_at
+        await bench.up()
+        await bench.answer({"prompt": IDS})
+        await held(bench, RUNGS)
+        assert bench.adapter.diagnose().findings == []
+
+
+async def test_an_engine_that_connects_finds_its_agent_listening():
+    async with WireEngine() as engine:
+        engine.bound_at = "127.0.0.1"
+        (publisher,) = engine.publishers
+        publisher.live.unbind(f"tcp://127.0.0.1:{publisher.port}")
+        publisher.live.connect(f"tcp://127.0.0.1:{publisher.port}")
+        async with Bench(engine, sketch="tokens") as bench:
+            await bench.up()
+            await until(lambda: bench.adapter.diagnose().affinity == "events")
+            await asyncio.sleep(0.3)  # it tries to connect again and again
+            await bench.answer({"prompt": IDS})
+            await held(bench, RUNGS)
 
 
 async def test_events_from_before_the_agent_and_events_that_were_lost_are_asked_for_again():
@@ -504,6 +655,10 @@ async def test_adapters_are_loaded_at_the_engines_start_and_at_run_time():
             await bench.adapter.unload_adapter("lora")
             assert bench.adapter.life.adapters == ()
             assert engine.adapters == {}
+            await bench.adapter.unload_adapter("lora")  # twice does nothing
+            await bench.adapter.load_adapter("lora")
+            await bench.adapter.load_adapter("lora")  # as another worker of the same server may have done
+            assert (bench.adapter.life.adapters, engine.adapters) == (("lora",), paths)
             with pytest.raises(CannotLoad, match="other"):
                 await bench.adapter.load_adapter("other")
 

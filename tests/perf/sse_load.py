@@ -5,6 +5,7 @@ A closed loop: so many streams are always open, each of which asks again as soon
 
 import asyncio
 import statistics
+import sys
 import time
 from typing import cast
 
@@ -39,6 +40,7 @@ class _Stream(asyncio.Protocol):
         self._tail = b""
         self._sent_ns = 0
         self._first_ns = 0
+        self._answered = False
         self._events = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -49,10 +51,11 @@ class _Stream(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self._run.over:
             self._run.errors += 1
+            self._run.complaint = self._run.complaint or f"connection lost after {self._tail!r}".encode()
 
     def data_received(self, data: bytes) -> None:
-        if not self._first_ns:
-            self._first_ns = time.perf_counter_ns()
+        if not self._answered:
+            self._answered = True
             if not data.startswith(b"HTTP/1.1 200") and self._transport is not None:
                 self._run.complaint = data[:400]
                 self._transport.abort()  # counted as an error where it is lost
@@ -60,6 +63,8 @@ class _Stream(asyncio.Protocol):
         whole = self._tail + data
         # Marks in the kept tail alone were counted before.
         events = whole.count(_EVENT) - self._tail.count(_EVENT)
+        if events and not self._first_ns:  # an engine may send its headers long before its first token
+            self._first_ns = time.perf_counter_ns()
         self._events += events
         self._run.tokens += events
         self._tail = whole[-_TAIL:]
@@ -71,6 +76,7 @@ class _Stream(asyncio.Protocol):
         if self._run.over or self._transport is None:
             return
         self._tail = b""
+        self._answered = False
         self._first_ns = self._events = 0
         self._sent_ns = time.perf_counter_ns()
         self._transport.write(self._run.next_request())
@@ -141,6 +147,8 @@ async def load(address: str, bodies: list[bytes], streams: int, warm_up_s: float
     requests, tokens = len(run.ttft_ms), run.tokens
     ttft_ms, per_token_us = sorted(run.ttft_ms), run.per_token_us
     run.over = True
+    if run.errors:
+        print(f"{run.errors} streams failed, one with {run.complaint.decode(errors='replace')}", file=sys.stderr)
     for transport in run.transports:
         transport.abort()
     return Measured(

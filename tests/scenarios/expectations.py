@@ -11,6 +11,7 @@ from scenarios.story import Expect
 from scenarios.world import World
 
 from quartet_bus.messages import Phase, Prefill, Role
+from quartet_core.word import FREE_KV, free_kv_fraction
 
 _MIB = 1024 * 1024
 
@@ -20,7 +21,7 @@ def unmet(world: World, expect: Expect, fresh: list[Sent]) -> list[str]:
     about = world.named(expect.of) if expect.of else fresh or world.sent
     found = [*_of_places(world, expect, about), *_of_ways(world, expect, about)]
     found += [*_of_outcomes(expect, about), *_of_predictions(world, expect, about)]
-    return [*found, *_of_services(world, expect), *_of_transfers(world, expect)]
+    return [*found, *_of_services(world, expect), *_of_operators(world, expect), *_of_transfers(world, expect)]
 
 
 def _of_places(world: World, expect: Expect, about: list[Sent]) -> Iterator[str]:
@@ -152,6 +153,13 @@ def _of_services(world: World, expect: Expect) -> Iterator[str]:
                 batch = routing.board.loads[routing.fleet.slot_of(worker)].batch
                 if not least <= batch <= most:
                     yield f"the batch of {worker} should be believed to be {least} to {most}, not {batch}"
+    for pattern, (least, most) in (expect.free_kv or {}).items():
+        fleet = routers[0].routing.fleet
+        for worker in _workers(routers[0]):
+            if fnmatchcase(worker, pattern):
+                free = free_kv_fraction(FREE_KV.of(fleet.planes.word(fleet.slot_of(worker)) or 0))
+                if not least <= free <= most:
+                    yield f"the free KV of {worker} should be believed to be {least} to {most}, not {free:.3f}"
     for name, wanted in (expect.metrics or {}).items():
         value = _metric(world, name)
         holds = value > float(wanted.removeprefix("> ")) if isinstance(wanted, str) else value == wanted
@@ -165,6 +173,18 @@ def _of_services(world: World, expect: Expect) -> Iterator[str]:
         used = sum(map(sys.getsizeof, world.routers[0].routing.affinity._planes)) / _MIB
         if used > expect.affinity_mib:
             yield f"affinity should take at most {expect.affinity_mib} MiB, not {used:.1f}"
+
+
+def _of_operators(world: World, expect: Expect) -> Iterator[str]:
+    alarms = [call.args[0] for call in world.agents_log.calls if call.method_name == "error"]
+    if expect.alarms is not None and len(alarms) != expect.alarms:
+        yield f"there should have been {expect.alarms} alarms: {alarms}"
+    if expect.degraded is not None:
+        workers = [worker for agent in world.agents() for worker in agent.workers.values()]
+        seen = {worker.id: worker.adapter.diagnose() for worker in workers}
+        degraded = {name: f"{told.metrics}: {', '.join(told.degraded)}" for name, told in seen.items() if told.degraded}
+        if degraded != expect.degraded:
+            yield f"degraded should be {expect.degraded}, not {degraded}"
 
 
 def _of_transfers(world: World, expect: Expect) -> Iterator[str]:

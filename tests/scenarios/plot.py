@@ -58,6 +58,8 @@ async def _happen(world: World, step: Step) -> list[Sent]:
 async def _change_fleet(world: World, step: Step) -> None:
     if step.dies is not None and world.real is not None:
         await world.real.kill(step.dies)
+    if step.renames is not None:
+        world.engine(step.renames.node).renamed[step.renames.metric] = step.renames.to or step.renames.metric
     players = world.players
     if players is None:
         return

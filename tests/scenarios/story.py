@@ -29,7 +29,8 @@ class Node(Told, kw_only=True):
     said a word until a step tells its state. A node that ``joins`` is announced by a step; one that is ``linked`` can
     exchange KV. ``time_scale`` slows a simulated engine down; ``beside`` are roles of further workers of a real node. A
     real agent's ``engine`` may be a server that speaks vLLM's, SGLang's or plain OpenAI's dialect (``wire_engine``):
-    one token every ``token_ms``, none at all if it ``hangs``, its KV handed over by ``connector``.
+    one token every ``token_ms``, none at all if it ``hangs``, its KV handed over by ``connector``. Its ``metrics`` have
+    the names of that generation of vLLM; others who do not come by Quartet use ``kv_used_by_others`` of its KV memory.
     """
 
     name: str
@@ -54,6 +55,8 @@ class Node(Told, kw_only=True):
     token_ms: float = 10.0
     hangs: bool = False
     connector: str = ""
+    metrics: Literal["current", "v1-early", "v0"] = "current"
+    kv_used_by_others: float = 0.0
 
 
 class Arrive(Told, kw_only=True):
@@ -123,6 +126,14 @@ class Links(Told, kw_only=True):
     setup_ms: float = 0.4
 
 
+class Renames(Told, kw_only=True):
+    """A node's engine calls a metric otherwise from now on; ``to`` "": by its old name again."""
+
+    node: str
+    metric: str
+    to: str = ""
+
+
 class Flood(Told, kw_only=True):
     """Agents report ``prompts`` different cached prompts of ``tokens`` tokens each, in turn over the workers."""
 
@@ -146,8 +157,10 @@ class Expect(Told, kw_only=True):
     - What routers thought: how many prompt tokens the worker was ``believed_cached``, and its engine ``really_cached``.
     - What is left: ``held`` now, ``ledger`` entries and ``flights`` of all routers, requests ``running`` on agents and
       ``on_engines`` (servers), how many of these saw a client go (``aborted``), the
-      ``batch`` a worker is believed to run, ``metrics`` (a number, or ``"> number"``), who is ``ready``, the size of
-      the affinity table.
+      ``batch`` a worker is believed to run and its ``free_kv`` share, ``metrics`` of routers, gateway and real agents
+      (a number, or ``"> number"``), who is ``ready``, the size of the affinity table.
+    - What operators are told, of a real fleet: ``alarms`` in the agents' logs so far, and which workers the doctor
+      calls ``degraded`` (with the names that it knows their metrics by).
     - What became of KV transfers, of a real fleet: how many were done ``moved_over`` each link class, why others were
       ``not_moved``, and how many leases on KV, of either side, real agents hold now (``leased``).
     """
@@ -180,6 +193,9 @@ class Expect(Told, kw_only=True):
     on_engines: int | None = None
     aborted: int | None = None
     batch: dict[str, tuple[float, float]] | None = None
+    free_kv: dict[str, tuple[float, float]] | None = None
+    alarms: int | None = None
+    degraded: dict[str, str] | None = None
     cancelled_on: list[str] | None = None
     metrics: dict[str, float | str] | None = None
     ready: dict[str, bool] | None = None
@@ -193,9 +209,9 @@ class Step(Told, kw_only=True):
     """What happens, and what must then hold. ``story`` is for the reader.
 
     In this order: requests arrive; the fleet changes (``state``, ``caches``, ``links``, ``flood``, a node ``becomes``
-    otherwise or ``joins``, workers restart, a real node ``dies``); time passes; played workers say ``first_token``,
-    ``ends`` or, of a former life, ``late_ends``; a coordinator says that ``transfers_fail``; clients leave, a proxy
-    resubmits; all are answered.
+    otherwise or ``joins``, workers restart, a real node ``dies``, an engine ``renames`` a metric); time passes; played
+    workers say ``first_token``, ``ends`` or, of a former life, ``late_ends``; a coordinator says that
+    ``transfers_fail``; clients leave, a proxy resubmits; all are answered.
 
     With ``patience_ms`` the expectation has that long to come true; without, it must hold at once.
     """
@@ -207,6 +223,7 @@ class Step(Told, kw_only=True):
     becomes: Becomes | None = None
     links: Links | None = None
     flood: Flood | None = None
+    renames: Renames | None = None
     passes_ms: float | None = None
     first_token: str | None = None
     ends: str | None = None

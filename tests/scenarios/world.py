@@ -10,9 +10,11 @@ from scenarios.players import Players
 from scenarios.sent import Sent
 from scenarios.story import Arrive, Node, Scenario
 from scenarios.witness import Witness
+from structlog.testing import CapturingLogger
 from virtual.virtual_fleet import VirtualFleet, config
 from wire_engine import WireEngine
 
+from quartet_agent.service import AgentService
 from quartet_bus.bus import Bus
 from quartet_bus.client import Client
 from quartet_bus.config.schema import Config
@@ -38,6 +40,7 @@ class World:
         self.players: Players | None = None
         self.real: VirtualFleet | None = None
         self.engines: list[WireEngine] = []
+        self.agents_log = CapturingLogger()
         self.gateway: GatewayService | None = None
         self.bus: Bus
         self._clients: dict[str, Client] = {}
@@ -96,9 +99,18 @@ class World:
         named: dict[str, RouterService | GatewayService] = {"router": self.routers[0]}
         return named if self.gateway is None else {**named, "gateway": self.gateway}
 
+    def agents(self) -> list[AgentService]:
+        """The real agents, none of a played fleet."""
+        return [] if self.real is None else list(self.real.agents().values())
+
+    def engine(self, node: str) -> WireEngine:
+        """The server behind a node."""
+        behind = [each.name for each in self.told.fleet if each.engine != "simulated"]
+        return self.engines[behind.index(node)]
+
     def metrics(self) -> list[str]:
-        """What the routers and the gateway expose."""
-        services = [*self.routers, *([] if self.gateway is None else [self.gateway])]
+        """What the routers, the gateway and the real agents expose."""
+        services = [*self.routers, *([] if self.gateway is None else [self.gateway]), *self.agents()]
         return [service.metrics.exposition().decode() for service in services]
 
     # Opening
@@ -128,6 +140,8 @@ class World:
             models={**MODELS, **told.models}, hardware=told.hardware, router=told.router,
         )  # fmt: skip
         self._broker = self.real.broker
+        for agent in self.agents():
+            agent.log = self.agents_log
         await self._stack.enter_async_context(self.real)
         self.routers = [self.real.router(number) for number in range(told.routers)]
         await asyncio.sleep(1.0)  # every beat and inventory was heard once
@@ -140,8 +154,10 @@ class World:
         }  # fmt: skip
         if node.engine != "simulated":
             server = WireEngine(
-                node.engine, model=node.model, token_s=node.token_ms / 1e3, max_model_len=node.max_context
-            )
+                node.engine, generation=node.metrics, model=node.model, token_s=node.token_ms / 1e3,
+                max_model_len=node.max_context,
+            )  # fmt: skip
+            server.others, server.others_kv = (12 if node.kv_used_by_others else 0), node.kv_used_by_others
             server.fault = "hang" if node.hangs else None
             self.engines.append(await self._stack.enter_async_context(server))
             engine |= {"url": server.url, "kv_connector": node.connector, "probe_interval_ms": 50}

@@ -255,6 +255,11 @@ class Answer:
     def on_frame(self, frame: frames.AnyFrame) -> None:
         """One frame of some try of this request."""
         receiver = self._receiver
+        if type(frame) is frames.Chunk and receiver.next_chunk(
+            frame.attempt, frame.try_, frame.seq, self._clock_ns() / 1e6
+        ):
+            self._deliver(bytes(frame.data))
+            return
         if isinstance(frame, frames.Accepted) and len(self._workers) < MAX_TRIES:
             self._workers[frame.attempt, frame.try_] = frame.worker
         seq = None if isinstance(frame, frames.Held) else frame.seq

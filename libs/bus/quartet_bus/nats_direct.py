@@ -5,7 +5,8 @@ and a turn handles everything else that is ready before it. So here
 
 - a message's handler is called as soon as the message is read, in the order of arrival on the connection. What is not
   handled yet is not read yet: it waits in the kernel and at the broker, which bounds it;
-- what is urgent is written to the socket before ``send`` returns.
+- what is urgent is written to the socket before ``send`` returns, and the rest with one system call at the end of the
+  loop's turn.
 
 Everything else (TLS, credentials, pings, JetStream) is nats-py's. ``tests/contract`` holds for this client.
 """
@@ -16,14 +17,12 @@ from collections.abc import Callable
 
 from quartet_bus.bus import Headers, Message
 from quartet_bus.lean import hidden
+from quartet_bus.nats_reader import PLAIN_HEADERS, DirectParser, read_headers
 
 with hidden("aiohttp"):
-    from nats.aio.client import Client
+    from nats.aio.client import PING_PROTO, Client
     from nats.aio.subscription import Subscription
     from nats.aio.transport import TcpTransport
-
-_PLAIN_HEADERS = b"NATS/1.0\r\n"
-"""How headers begin that carry no status of the broker's."""
 
 
 class DirectClient(Client):
@@ -32,6 +31,8 @@ class DirectClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self._handlers: dict[int, Callable[[Message], None]] = {}
+        self._ps = DirectParser(self, self._handlers)
+        self._flushing = False
 
     def deliver(self, subscription: Subscription, handler: Callable[[Message], None]) -> None:
         """Call ``handler``, which must not raise, with each message of ``subscription`` from now on."""
@@ -55,9 +56,25 @@ class DirectClient(Client):
             self._pending_data_size += len(command)
         if urgent and self._write_now():
             return
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush_turn)
+
+    def _flush_turn(self) -> None:
+        """Write what this turn of the loop published; what cannot go out at once is the flusher's, who can wait."""
+        self._flushing = False
+        if not self._pending or self._write_now():
+            return
         flushes = self._flush_queue
         if flushes is not None and flushes.empty():
             flushes.put_nowait(asyncio.get_running_loop().create_future())
+
+    async def _send_ping(self, future: asyncio.Future[None] | None = None) -> None:
+        """A ping behind all that was published before it, which the pong is to confirm; nats-py sends it ahead."""
+        self._pongs.append(future if future is not None else asyncio.get_running_loop().create_future())
+        self._pending.append(PING_PROTO)
+        self._pending_data_size += len(PING_PROTO)
+        await self._flush_pending()
 
     def _write_now(self) -> bool:
         """Give the kernel all that was published so far; False where that is the flusher's to do: when earlier writes
@@ -87,7 +104,7 @@ class DirectClient(Client):
             return
         said: Headers | None = None
         if headers:
-            if headers.startswith(_PLAIN_HEADERS):
+            if headers.startswith(PLAIN_HEADERS):
                 said = read_headers(headers)
             else:
                 said = await self._process_headers(headers)
@@ -96,13 +113,3 @@ class DirectClient(Client):
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._handlers.pop(sid, None)
         super()._remove_sub(sid, max_msgs)
-
-
-def read_headers(block: bytes) -> dict[str, str] | None:
-    """The headers of a block without a status. Lines that are none are left out; of a repeated name the last counts."""
-    said: dict[str, str] = {}
-    for line in block.decode("utf-8", "replace").split("\r\n")[1:]:
-        name, colon, value = line.partition(":")
-        if colon:
-            said[name.strip()] = value.strip()
-    return said or None

@@ -133,6 +133,16 @@ class StreamReceiver:
             return Step.DELIVER
         return self._finish(Step.DONE)
 
+    def next_chunk(self, attempt: int, try_: int, seq: int, now_ms: float) -> bool:
+        """Whether a chunk is the one that is due of the stream that is kept; if so, it was heard, and is to be
+        delivered. If not, ``hear`` says what it is. Nearly every frame is this one."""
+        key = self.kept
+        if key is None or self.over or key[0] != attempt or key[1] != try_ or self._expected[key] != seq:
+            return False
+        self._expected[key] = seq + 1
+        self._heard_ms = now_ms
+        return True
+
     def tick(self, now_ms: float) -> Step:
         """Time passed; call it at ``due_ms``, or whenever."""
         if self.over:

@@ -51,6 +51,7 @@ class Fleet:
         self._stale_epochs: dict[str, None] = {}
         self._strangers = 0
         self._met: set[str] = set()  # nodes whose present incarnation the verdicts know
+        self._judged: set[str] = set()  # nodes of which there is a verdict, or was one
 
     @property
     def nodes(self) -> dict[str, Node]:
@@ -90,6 +91,7 @@ class Fleet:
             self.board.admit(node, now_ns, fresh=outcome is Outcome.NEW)
         if outcome is Outcome.NEW:
             self._met.discard(node.name)
+            self._judged.discard(node.name)
         return outcome
 
     def hear(self, batch: BeatBatch, now_ns: int) -> None:
@@ -123,6 +125,7 @@ class Fleet:
             node = self._roster.nodes.get(str(change.node))
             if node is None or node.incarnation != change.incarnation:
                 continue
+            self._judged.add(node.name)
             for worker in node.workers.values():
                 if change.ordinal is None or worker.ordinal == change.ordinal:
                     self._say(node, worker, self.verdict(node, worker))
@@ -139,6 +142,7 @@ class Fleet:
             self.board.forget(name)
             self._verdicts.forget(name)
             self._met.discard(name)
+            self._judged.discard(name)
         return gone
 
     def take_changes(self) -> tuple[WorkerState, ...]:
@@ -163,10 +167,15 @@ class Fleet:
         )
 
     def states(self) -> tuple[WorkerState, ...]:
-        """Every worker that was ever heard, the dead included."""
+        """Every worker that was ever heard, the dead included.
+
+        Those of a node that was heard and not judged yet (for the first time, or of a new agent) are left out: they are
+        not dead, which would cost them the requests that routers have sent there since they were announced.
+        """
         return tuple(
             self._state(node, worker, verdict)
             for node in self._roster.nodes.values()
+            if node.name in self._judged
             for worker, verdict in self.verdicts(node)
             if worker.state is not None
         )

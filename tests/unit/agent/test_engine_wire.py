@@ -15,6 +15,7 @@ from quartet_agent.engines.dialect import OPENAI, SGLANG, VLLM
 from quartet_agent.engines.estimate import LoadEstimate
 from quartet_agent.engines.reading import Reading, read
 from quartet_agent.engines.sse import EventSplitter, EventTooLarge
+from quartet_agent.engines.watch import port_of_rank
 from quartet_bus.messages import Role
 from quartet_core.catalogue import builtin
 from quartet_core.openai import parse
@@ -174,7 +175,7 @@ def test_any_text_is_read(text):
 @pytest.mark.parametrize("generation", ["current", "v1-early", "v0"])
 def test_each_generation_of_names_is_told_and_read(generation):
     engine = WireEngine(generation=generation)
-    engine.cache, engine.lives = {("", (1,) * 32): 1}, 1
+    engine.caches, engine.lives = [{("", (1,) * 32): 1}], 1
     engine.running, engine.waiting, engine.steps, engine.queries, engine.hits = 3, 2, 41, 100, 60
     reading = read(engine.exposition(), VLLM)
     assert reading.generation == generation
@@ -187,14 +188,14 @@ def test_each_generation_of_names_is_told_and_read(generation):
 
 def test_sglang_is_read():
     engine = WireEngine("sglang")
-    engine.cache, engine.lives, engine.running, engine.steps = {}, 1, 3, 7
+    engine.caches, engine.lives, engine.running, engine.steps = [{}], 1, 3, 7
     reading = read(engine.exposition(), SGLANG)
     assert (reading.generation, reading.running, reading.steps, reading.missing) == ("current", 3, 7, ())
 
 
 def test_a_required_metric_that_is_gone_is_missing_and_never_zero():
     engine = WireEngine()
-    engine.cache, engine.lives, engine.hidden = {}, 1, {"vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"}
+    engine.caches, engine.lives, engine.hidden = [{}], 1, {"vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"}
     reading = read(engine.exposition(), VLLM)
     assert reading.missing == ("waiting", "kv_usage")
     assert (reading.waiting, reading.kv_usage) == (None, None)
@@ -211,7 +212,58 @@ def test_ranks_are_summed_and_their_shares_averaged():
     )
     reading = read(text, VLLM)
     assert reading.kv_usage == pytest.approx(0.3)
-    assert reading.running == 3
+    assert (reading.running, reading.ranks) == (3, ("0", "1"))
+    other = read(text, VLLM, 1)
+    assert (other.running, other.kv_usage, other.ranks) == (2, 0.4, ("0", "1"))
+    assert read(text, VLLM, 2).missing == VLLM.required
+
+
+@pytest.mark.parametrize("more", ['kv_cache_size_tokens="65536"', 'kv_cache_size_tokens="None"'])
+def test_kv_of_all_ranks_is_as_much_as_they_have_together(more):
+    """Of four ranks, the one who says tokens says its own, and who says blocks says those of all."""
+    text = "\n".join(
+        f'vllm:cache_config_info{{block_size="32",engine="{rank}",num_gpu_blocks="8192",{more}}} 1\n'
+        f'vllm:num_requests_running{{engine="{rank}"}} 0'
+        for rank in range(4)
+    )
+    assert read(text, VLLM).kv_tokens == 4 * 65536
+    assert read(text, VLLM, 2).kv_tokens == 65536
+
+
+RANK_LABELS = st.fixed_dictionaries(
+    {"dp_rank": st.sampled_from("012"), "tp_rank": st.sampled_from("01"), "priority": st.sampled_from(["", "1", "2"])}
+)
+
+
+@given(st.dictionaries(RANK_LABELS.map(lambda labels: tuple(sorted(labels.items()))), st.integers(0, 50), min_size=1))
+def test_what_sglang_says_twice_counts_once(said):
+    """Ranks of tensor parallelism repeat each other; priorities are parts of a total that is said, too."""
+    lines = [
+        "sglang:num_running_reqs{" + ",".join(f'{name}="{value}"' for name, value in labels) + f"}} {running}"
+        for labels, running in said.items()
+    ]
+    most = {}
+    for labels, running in said.items():
+        told = dict(labels)
+        if not told["priority"]:
+            most[told["dp_rank"]] = max(most.get(told["dp_rank"], 0), running)
+    reading = read("\n".join(lines), SGLANG)
+    assert reading.running == (sum(most.values()) if most else None)
+    for rank in range(3):
+        assert read("\n".join(lines), SGLANG, rank).running == most.get(str(rank))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "rank", "there"),
+    [
+        ("tcp://*:5557", 2, "tcp://*:5559"),
+        ("tcp://*:5557", 0, "tcp://*:5557"),
+        ("", 1, ""),
+        ("inproc://x", 1, "inproc://x"),
+    ],
+)
+def test_each_rank_publishes_on_a_port_of_its_own(endpoint, rank, there):
+    assert port_of_rank(endpoint, rank) == there
 
 
 # Load
@@ -246,6 +298,26 @@ def test_what_others_sent_is_added_and_what_is_ours_is_not_counted_twice():
     assert told.free_kv_fraction == pytest.approx(0.5)
     load.began("b", 1000, 40.0, 42.0)
     assert load.load(42.0, fault=False).free_kv_fraction == pytest.approx(0.4)
+
+
+def test_ranks_side_by_side_share_queue_and_batch():
+    load = estimate()
+    load.ranks = 2
+    for number in range(5):
+        load.began(f"{number}", 100, 40.0, 0.0)
+    assert load.load(0.0, fault=False).queued_prefill_ms == pytest.approx(100.0)
+    for number in range(5):
+        load.first_token(f"{number}", 40.0)
+    told = load.load(40.0, fault=False)
+    assert (told.queued_prefill_ms, told.running) == (0.0, 3)
+
+
+def test_metrics_that_are_gone_leave_nothing_of_what_they_said():
+    load = estimate()
+    load.read(Reading("current", running=3, waiting=2, kv_usage=0.5, steps=10))
+    load.read(Reading("unknown"))
+    told = load.load(0.0, fault=False)
+    assert (told.running, told.waiting, told.free_kv_fraction) == (0, 0, 1.0)
 
 
 def test_metrics_that_cannot_be_read_leave_what_the_agent_sees():

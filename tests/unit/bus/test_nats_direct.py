@@ -11,11 +11,13 @@ import pytest
 from contract.bus_contract import until
 from hypothesis import given
 from hypothesis import strategies as st
+from nats.errors import ProtocolError
+from nats.protocol.parser import Parser
 
 from quartet_bus.bus import Message
 from quartet_bus.config.schema import NatsSection
 from quartet_bus.nats_bus import connect
-from quartet_bus.nats_direct import read_headers
+from quartet_bus.nats_reader import DirectParser, read_headers
 from quartet_bus.server import NatsServer
 
 
@@ -114,3 +116,84 @@ def test_headers_are_read_as_they_were_written(said: dict[str, str]) -> None:
 @given(st.binary(max_size=200))
 def test_headers_of_any_bytes_are_read_without_a_fault(block: bytes) -> None:
     read_headers(b"NATS/1.0\r\n" + block)
+
+
+class Heard:
+    """What a parser makes of bytes: of a client as nats-py's parser knows it, and of a handler."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[object, ...]] = []
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        said = read_headers(headers) if headers and headers.startswith(b"NATS/1.0\r\n") else headers
+        self.all.append((subject.decode(), data, said or None, reply.decode()))
+
+    async def _process_ping(self) -> None:
+        self.all.append(("ping",))
+
+    async def _process_err(self, error: str) -> None:
+        self.all.append((error,))
+
+    def take(self, message: Message) -> None:
+        self.all.append((message.subject, message.data, message.headers, message.reply))
+
+
+names = st.from_regex(r"[a-zA-Z0-9_.-]{1,30}", fullmatch=True)
+payloads = st.one_of(st.binary(max_size=60), st.sampled_from([b"x" * 70_000, b"MSG a 1 5\r\nHMSG"]))
+
+
+@st.composite
+def wire(draw: st.DrawFn) -> bytes:
+    """Something that a broker may send."""
+    kind = draw(st.sampled_from(["MSG"] * 4 + ["HMSG", "PING", "OK", "ERR"]))
+    if kind not in ("MSG", "HMSG"):
+        return {"PING": b"PING\r\n", "OK": b"+OK\r\n", "ERR": b"-ERR 'Permissions Violation'\r\n"}[kind]
+    subject, sid, reply, data = (
+        draw(names),
+        draw(st.sampled_from([1, 1, 1, 2])),
+        draw(st.none() | names),
+        draw(payloads),
+    )
+    block = draw(st.sampled_from([b"NATS/1.0\r\na: b\r\n\r\n", b"NATS/1.0 503\r\n\r\n"])) if kind == "HMSG" else b""
+    sizes = f"{len(block)} {len(block) + len(data)}" if block else f"{len(data)}"
+    return f"{kind} {subject} {sid} {reply + ' ' if reply else ''}{sizes}\r\n".encode() + block + data + b"\r\n"
+
+
+@given(st.lists(wire(), max_size=12), st.lists(st.integers(1, 40_000), max_size=12))
+async def test_however_bytes_come_the_short_parser_hears_what_nats_pys_own_does(
+    told: list[bytes], sizes: list[int]
+) -> None:
+    stream = b"".join(told)
+    pieces = []
+    for size in sizes:
+        pieces.append(stream[:size])
+        stream = stream[size:]
+    pieces.append(stream)
+    ours, theirs = Heard(), Heard()
+    short, long = DirectParser(ours, {1: ours.take}), Parser(theirs)
+    for piece in pieces:
+        await short.parse(piece)
+        await long.parse(piece)
+    assert ours.all == theirs.all
+    assert len(ours.all) == sum(not piece.startswith(b"+OK") for piece in told)
+
+
+@pytest.mark.parametrize("wrong", [b"MSG a 1\r\n", b"MSG a b c d e f 3\r\n", b"WHAT\r\n", b"MSG a 1 x\r\n"])
+async def test_what_is_no_protocol_is_an_error_here_too(wrong: bytes) -> None:
+    heard = Heard()
+    with pytest.raises(ProtocolError):
+        await DirectParser(heard, {1: heard.take}).parse(wrong)
+
+
+async def test_a_flush_confirms_what_was_published_before_it(server: NatsServer) -> None:
+    """Also what the socket has not taken yet: the ping goes behind it."""
+    bus, other = await connect(NatsSection(url=server.url)), await connect(NatsSection(url=server.url))
+    heard: list[int] = []
+    await other.subscribe("work", lambda message: heard.append(len(message.data)))
+    for _ in range(60):
+        bus.publish("work", bytes(500_000))
+    await bus.flush()
+    await other.flush()  # the broker had them all, so they are ahead of this pong
+    assert len(heard) == 60
+    await bus.close()
+    await other.close()

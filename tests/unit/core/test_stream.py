@@ -211,3 +211,25 @@ def test_a_router_that_stops_after_the_deadline_or_in_mid_answer_is_not_followed
     assert late.hear(Kind.STOPPING, 1, 0, None, 10.0) is Step.EXPIRED
     begun.hear(Kind.CHUNK, 1, 1, 0, 1.0)
     assert begun.hear(Kind.STOPPING, 1, 1, None, 2.0) is Step.REFUSED
+
+
+@given(st.lists(st.one_of(frames, st.floats(0, 2500))))
+def test_the_short_way_for_the_chunk_that_is_due_is_the_long_way(
+    events: list[tuple[Kind, int, int, int | None, float] | float],
+) -> None:
+    short, long = StreamReceiver(0.0), StreamReceiver(0.0)
+    now_ms = 0.0
+    for event in events:
+        if isinstance(event, float):
+            now_ms += event
+            assert short.tick(now_ms) is long.tick(now_ms)
+            continue
+        kind, attempt, try_, seq, later_ms = event
+        now_ms += later_ms
+        if kind is Kind.CHUNK and seq is not None and short.next_chunk(attempt, try_, seq, now_ms):
+            step = Step.DELIVER
+        else:
+            step = short.hear(kind, attempt, try_, seq, now_ms)
+        assert step is long.hear(kind, attempt, try_, seq, now_ms)
+        assert (short.over, short.kept, short.due_ms) == (long.over, long.kept, long.due_ms)
+        assert short.take_cancels() == long.take_cancels()

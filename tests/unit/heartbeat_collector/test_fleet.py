@@ -50,6 +50,17 @@ def test_the_first_beat_tells_all_workers_as_up(fleet, beat, state_word):
     ]
 
 
+def test_a_node_that_was_just_heard_is_not_told_as_dead_before_it_is_judged(fleet, inventory, beat, state_word):
+    """A snapshot between its first beat and the next tick."""
+    for incarnation in (1, 2):  # a new agent under the same name is as new
+        fleet.announce(inventory("a", incarnation, epoch=incarnation), 0)
+        fleet.hear(from_beats([beat("a", 1, state_word(), state_word(), incarnation=incarnation)]), MS)
+        fleet.settle(MS)
+        assert fleet.states() == ()
+        fleet.tick(2 * MS)
+        assert [(state.worker, state.verdict) for state in fleet.states()] == [("a-0", Verdict.UP), ("a-1", Verdict.UP)]
+
+
 def test_a_beat_that_changes_no_state_is_not_told(fleet, beat, state_word):
     _live(fleet, [beat("a", 1, state_word(), state_word())])
     fleet.hear(from_beats([beat("a", 2, state_word(steps=9), state_word(steps=3))]), MS)

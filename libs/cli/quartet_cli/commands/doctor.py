@@ -1,6 +1,7 @@
 """``quartet doctor``: how each worker's engine is seen, and why affinity works for it or does not.
 
-Asks all agents over NATS, needs no admin. Exit code 1 when something is wrong with any engine.
+Asks all agents over NATS, needs no admin. Agents that do not answer are named by what collectors know of their nodes.
+Exit code 1 when something is wrong with any engine, or an agent is silent.
 """
 
 import argparse
@@ -16,12 +17,13 @@ from rich.table import Table
 from quartet_bus import nats_bus, subjects
 from quartet_bus.bus import Bus, Message
 from quartet_bus.config.schema import NatsSection
-from quartet_bus.messages import ControlReply, ControlRequest
+from quartet_bus.messages import ControlReply, ControlRequest, FleetSnapshot
 from quartet_bus.service import UNREADABLE
 from quartet_cli.commands import options
 from quartet_cli.console import console, table
 from quartet_cli.errors import CommandFailed
 from quartet_cli.running import until_done
+from quartet_core.verdict import Verdict
 
 if TYPE_CHECKING:
     from quartet_cli.commands import Commands
@@ -69,6 +71,57 @@ class _Node(Struct):
     workers: list[_Worker]
 
 
+class _Silent(Struct):
+    """A node whose agent did not answer. ``workers`` is always empty."""
+
+    node: str
+    silent: str
+    workers: tuple[str, ...] = ()
+
+
+class _Heard:
+    """What came of one question to everybody: agents' answers, and the fleet as collectors believe it."""
+
+    def __init__(self) -> None:
+        self.replies: dict[str, ControlReply] = {}
+        self._verdicts: dict[str, int] = {}
+
+    def answer(self, message: Message) -> None:
+        """An agent's answer."""
+        try:
+            reply = msgspec.msgpack.decode(message.data, type=ControlReply)
+        except UNREADABLE:
+            return
+        if reply.ok:
+            self.replies[reply.instance] = reply
+
+    def fleet(self, message: Message) -> None:
+        """A collector's snapshot. Of several collectors the one counts that believes a node most alive."""
+        try:
+            snapshot = msgspec.msgpack.decode(message.data, type=FleetSnapshot)
+        except UNREADABLE:
+            return
+        told: dict[str, int] = {}
+        for worker in snapshot.workers:
+            node = worker.worker.rpartition("-")[0]
+            told[node] = min(worker.verdict, told.get(node, worker.verdict))
+        for stamp in snapshot.stamps:  # a node that beats, and whose engines are all down, has no worker
+            told.setdefault(stamp.node, Verdict.UP)
+        for node, verdict in told.items():
+            self._verdicts[node] = min(verdict, self._verdicts.get(node, verdict))
+
+    def silent(self) -> list[_Silent]:
+        """The nodes that collectors know and whose agents did not answer."""
+        known = sorted(self._verdicts.keys() - self.replies.keys())
+        return [_Silent(node, _why(self._verdicts[node])) for node in known]
+
+
+def _why(verdict: int) -> str:
+    if verdict in (Verdict.DEAD, Verdict.SUSPECT):
+        return "no beats either: the host, its network or its agent is down"
+    return "its beats arrive: its agent hangs, or the broker does not let it hear us"
+
+
 def add_to(commands: "Commands") -> None:
     """Declare ``doctor``."""
     parser = commands.add_parser(
@@ -83,47 +136,48 @@ def add_to(commands: "Commands") -> None:
 async def _doctor(arguments: argparse.Namespace) -> int:
     bus = await nats_bus.connect(NatsSection(url=arguments.nats, connect_timeout_ms=_CONNECT_MS), name="quartet-doctor")
     try:
-        replies = await _ask_all(bus, arguments.wait)
+        heard = await _ask_all(bus, arguments.wait)
     finally:
         await bus.close()
-    if not replies:
+    silent = heard.silent()
+    replies = [heard.replies[name] for name in sorted(heard.replies)]
+    if not replies and not silent:
         raise CommandFailed(f"no agent answered within {arguments.wait:g} s at {arguments.nats}")
-    if arguments.json:
-        sys.stdout.write(msgspec.json.encode([msgspec.Raw(reply.payload) for reply in replies]).decode() + "\n")
     nodes = [msgspec.json.decode(reply.payload, type=_Node) for reply in replies]
     shapes = {(node.rows, node.hashes) for node in nodes}
-    if not arguments.json:
-        _print(nodes, shapes)
-    return int(len(shapes) > 1 or any(worker.engine.findings for node in nodes for worker in node.workers))
+    if arguments.json:
+        answers = [*(msgspec.Raw(reply.payload) for reply in replies), *silent]
+        sys.stdout.write(msgspec.json.encode(answers).decode() + "\n")
+    else:
+        _print(nodes, silent, shapes)
+    found = any(worker.engine.findings for node in nodes for worker in node.workers)
+    return int(found or len(shapes) > 1 or bool(silent))
 
 
-async def _ask_all(bus: Bus, wait_s: float) -> list[ControlReply]:
-    """The answers of all agents that come in time, by name."""
+async def _ask_all(bus: Bus, wait_s: float) -> _Heard:
+    """What all agents answer, and collectors say, until the time is over."""
     inbox = f"_INBOX.doctor.{secrets.token_hex(8)}"
-    replies: list[ControlReply] = []
-
-    def on_reply(message: Message) -> None:
-        try:
-            reply = msgspec.msgpack.decode(message.data, type=ControlReply)
-        except UNREADABLE:
-            return
-        if reply.ok:
-            replies.append(reply)
-
-    subscription = await bus.subscribe(inbox, on_reply)
-    bus.publish(
-        subjects.control("agent", "_all", "doctor").subject, msgspec.msgpack.encode(ControlRequest()), reply=inbox
-    )
+    heard = _Heard()
+    subscriptions = [
+        await bus.subscribe(inbox, heard.answer),
+        await bus.subscribe(subjects.fleet_snapshot().subject, heard.fleet),
+    ]
+    question = msgspec.msgpack.encode(ControlRequest())
+    bus.publish(subjects.control("agent", "_all", "doctor").subject, question, reply=inbox)
     await asyncio.sleep(wait_s)
-    await subscription.stop()
-    return sorted(replies, key=lambda reply: reply.instance)
+    for subscription in subscriptions:
+        await subscription.stop()
+    return heard
 
 
-def _print(nodes: list[_Node], shapes: set[tuple[int, int]]) -> None:
+def _print(nodes: list[_Node], silent: list[_Silent], shapes: set[tuple[int, int]]) -> None:
     out = console()
     out.print(_table(nodes))
-    for node in nodes:
-        for worker in node.workers:
+    for node in silent:
+        out.print(f"{node.node}: the agent does not answer [silent]", markup=False)
+        out.print(f"    {node.silent}", markup=False)
+    for each in nodes:
+        for worker in each.workers:
             for finding in worker.engine.findings:
                 out.print(f"{worker.worker}: {finding.text} [{finding.code}]", markup=False)
                 if finding.remedy:

@@ -171,7 +171,10 @@ class Finding(Struct, frozen=True):
 
 
 class Diagnosis(Struct):
-    """How an engine is seen. ``affinity`` says how its cached prefixes are known: simulated, events, traffic."""
+    """How an engine is seen. ``affinity`` says how its cached prefixes are known: simulated, events, traffic.
+
+    ``ranks`` is how many data-parallel ranks are one worker here, 0 where the engine tells of none.
+    """
 
     kind: str
     up: bool
@@ -181,6 +184,7 @@ class Diagnosis(Struct):
     metrics: str = ""
     degraded: tuple[str, ...] = ()
     affinity: str = "simulated"
+    ranks: int = 1
     events: dict[str, int] = {}
     prompts: dict[str, int] = {}
     findings: list[Finding] = []

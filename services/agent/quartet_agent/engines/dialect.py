@@ -4,7 +4,8 @@ Names of metrics change between versions, and a router that reads 0 for a name t
 nothing. So each engine has *generations* of names; which one an engine speaks is told by the names it exposes. What is
 required and not there under any known name is said aloud, once, and the worker is marked degraded.
 
-vLLM's names: current ones as exposed by 0.32.0; ``v1-early`` are 0.8 to 0.10, ``v0`` 0.4 to 0.7. SGLang's: 0.5.
+vLLM's names: current ones as exposed by 0.32.0; ``v1-early`` are 0.8 to 0.10, ``v0`` 0.4 to 0.7. SGLang's: 0.5; its
+labels, and what of them is said twice, as read in the source of 0.5.23.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ How = Literal["sum", "mean"]
 
 
 class Alias(Struct, frozen=True):
-    """One quantity under one name. Shares are averaged over an engine's ranks, all else is summed."""
+    """One quantity under one name. Shares are averaged over an engine's data-parallel ranks, all else is summed."""
 
     name: str
     how: How = "sum"
@@ -39,7 +40,13 @@ class Dialect(Struct, frozen=True, kw_only=True):
 
     ``usage``: its streams tell usage when asked to. ``salted``: it keeps prefixes apart by ``cache_salt``.
     ``abort`` is an address that ends a request by the id in its ``rid`` field. ``prefill_steps``: its steps move while
-    it reads a prompt, too. ``generations`` are newest first; ``required`` must be readable, or the worker is degraded.
+    it reads a prompt, too. ``generations`` are newest first; ``required`` must be readable, or the worker is degraded;
+    ``lazy``: not before its first request, since that is what its metrics begin with. ``info`` are addresses of one
+    thing, newest first.
+
+    ``rank_label`` is the label that tells metrics of data-parallel ranks apart, ``rank_header`` has a request run on
+    one of them. ``copies`` are labels of ranks that all say the same of one engine. Where a label of ``totals`` is not
+    "", the sample is a part of one where it is.
     """
 
     name: str
@@ -47,12 +54,17 @@ class Dialect(Struct, frozen=True, kw_only=True):
     metrics: str = ""
     version: str = ""
     events: str = ""
-    info: str = ""
+    info: tuple[str, ...] = ()
     abort: str = ""
     usage: bool = False
     salted: bool = False
     loads_adapters: bool = False
     prefill_steps: bool = False
+    rank_label: str = ""
+    rank_header: str = ""
+    copies: tuple[str, ...] = ()
+    totals: tuple[str, ...] = ()
+    lazy: bool = False
     required: tuple[Quantity, ...] = ()
     generations: tuple[Generation, ...] = ()
 
@@ -73,6 +85,8 @@ VLLM: Final = Dialect(
     salted=True,
     loads_adapters=True,
     prefill_steps=True,
+    rank_label="engine",
+    rank_header="X-data-parallel-rank",
     required=("running", "waiting", "kv_usage", "steps"),
     generations=(
         Generation(
@@ -107,11 +121,16 @@ SGLANG: Final = Dialect(
     name="sglang",
     health="/health",
     metrics="/metrics",
-    info="/get_server_info",
+    info=("/server_info", "/get_server_info"),
     abort="/abort_request",
     usage=True,
     salted=True,
     loads_adapters=True,
+    rank_label="dp_rank",
+    rank_header="X-data-parallel-rank",
+    copies=("tp_rank", "pp_rank", "moe_ep_rank"),  # --enable-metrics-for-all-schedulers
+    totals=("priority",),  # --enable-priority-scheduling
+    lazy=True,
     required=("running", "waiting", "kv_usage", "steps"),
     generations=(
         Generation(

@@ -39,11 +39,16 @@ class _Job(Struct):
 
 
 class LoadEstimate:
-    """The load of one engine. ``kv_tokens`` is the size of its KV memory. Times are the loop's milliseconds."""
+    """The load of one engine. ``kv_tokens`` is the size of its KV memory. Times are the loop's milliseconds.
+
+    ``ranks`` are engines side by side behind one server (data-parallel ranks) that shares requests out by itself: each
+    has its part of the queue and of the batch, and a request meets one of them.
+    """
 
     def __init__(self, profile: Profile, kv_tokens: int) -> None:
         self._profile = profile
         self.kv_tokens = kv_tokens
+        self.ranks = 1
         self._jobs: dict[str, _Job] = {}
         self._queued: dict[str, None] = {}  # jobs without a first token, oldest first
         self._head_ms = 0.0  # since when the oldest of them is the oldest
@@ -116,22 +121,27 @@ class LoadEstimate:
         else:
             self._running -= 1
             if found.tokens > 8:
-                step_ms = self._profile.step_ms_at(self._running + 1, found.prompt_tokens)
+                step_ms = self._profile.step_ms_at(self._running // self.ranks + 1, found.prompt_tokens)
                 if step_ms >= 1.0:
                     self._learn((now_ms - found.first_ms) / found.tokens / step_ms)
         self._own_tokens -= found.prompt_tokens + found.tokens
         return self._share_ms - found.share_ms
 
     def read(self, reading: Reading) -> None:
-        """The engine's metrics were read."""
+        """The engine's metrics were read. What they do not tell any more is not what they told last, either: then only
+        what the agent sees itself is known."""
         if reading.running is not None and reading.waiting is not None:
             total = int(reading.running + reading.waiting)
             foreign = max(0, total - len(self._jobs))
             self._foreign_waiting = min(foreign, max(0, int(reading.waiting) - len(self._queued)))
             self._foreign_running = foreign - self._foreign_waiting
+        else:
+            self._foreign_waiting = self._foreign_running = 0
         if reading.kv_usage is not None:
             self._used_tokens = min(1.0, max(0.0, reading.kv_usage)) * self.kv_tokens
             self._own_then = self._own_tokens
+        else:
+            self._used_tokens = None
         if reading.steps is not None:
             self._steps_read = reading.steps
 
@@ -154,8 +164,8 @@ class LoadEstimate:
         free = 1.0 - used / self.kv_tokens if self.kv_tokens else 1.0
         return EngineLoad(
             free_kv_fraction=min(1.0, max(0.0, free)),
-            queued_prefill_ms=self._queue_ms(now_ms),
-            running=self._running + self._foreign_running,
+            queued_prefill_ms=self._queue_ms(now_ms) / self.ranks,
+            running=-(-(self._running + self._foreign_running) // self.ranks),
             waiting=len(self._queued) + self._foreign_waiting,
             steps=int(self._steps_read) + self._moves,
             busy_ms=self._busy_ms,

@@ -1,6 +1,7 @@
 """KV events of one engine, heard over ZMQ: a subscription, replays of what was missed, and the mirrors they keep."""
 
 import asyncio
+import errno
 from collections.abc import Callable
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -20,7 +21,8 @@ _REPLAY_END: Final = b"\xff" * 8
 
 
 class Source(NamedTuple):
-    """Where one publisher of KV events is. ``binds``: the engine connects to it, so that we must be there."""
+    """Where one publisher of KV events is. ``binds``: the engine connects to it, so that we must be there, unless the
+    engine is there itself after all."""
 
     endpoint: str
     replay: str = ""
@@ -30,7 +32,9 @@ class Source(NamedTuple):
 def sources_of(told: tuple[tuple[str, str], ...], url: str) -> tuple[Source, ...]:
     """The publishers that an engine at ``url`` told of, as they are reached from here.
 
-    vLLM binds an endpoint with ``*`` in it, and connects to any other: that one is where a subscriber must listen.
+    vLLM binds an endpoint with ``*`` in it, and connects to any other: that one is where a subscriber must listen. But
+    of ``tcp://*:0`` it tells the address that it has got, and SGLang binds ``0.0.0.0``, too; so that for an address of
+    this kind only trying shows who listens.
     """
     host = urlsplit(url).hostname or "127.0.0.1"
     return tuple(
@@ -54,6 +58,18 @@ def _engine_binds(endpoint: str) -> bool:
 
 def _reachable(endpoint: str, host: str) -> str:
     return endpoint.replace("*", host).replace("0.0.0.0", host)
+
+
+def _bound(socket: zmq.asyncio.Socket, endpoint: str) -> bool:
+    """Listen at ``endpoint``; False where somebody does already. Raises ``zmq.ZMQError``."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        # EADDRNOTAVAIL: an address of another host is not ours to listen at.
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            return False
+        raise
+    return True
 
 
 class EventLine:
@@ -102,9 +118,7 @@ class EventLine:
         socket = context.socket(zmq.SUB)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        if self.source.binds:
-            socket.bind(self.source.endpoint)
-        else:
+        if not self.source.binds or not _bound(socket, self.source.endpoint):
             socket.connect(self.source.endpoint)
         # Subscribed first, asked for the past then: nothing falls between the two.
         await self._do(context, self._sequence.connected())

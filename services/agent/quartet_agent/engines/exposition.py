@@ -57,16 +57,29 @@ def _sample(line: str, at: int) -> Sample | None:
         return None
 
 
-def total(found: dict[str, list[Sample]], name: str) -> float | None:
-    """The sum of a name's samples (over engines, models, reasons); None when it is not there, or is not a number."""
-    series = found.get(name)
-    if not series:
-        return None
-    value = math.fsum(sample.value for sample in series if not math.isnan(sample.value))
+def apart(series: list[Sample], copies: Collection[str]) -> list[Sample]:
+    """``series`` without what is said twice: of samples that only labels in ``copies`` tell apart, the largest one.
+
+    Values that are no number are left out.
+    """
+    largest: dict[frozenset[tuple[str, str]], Sample] = {}
+    for sample in series:
+        if math.isnan(sample.value):
+            continue
+        key = frozenset(item for item in sample.labels.items() if item[0] not in copies)
+        known = largest.get(key)
+        if known is None or sample.value > known.value:
+            largest[key] = sample
+    return list(largest.values())
+
+
+def total(series: list[Sample]) -> float | None:
+    """The sum of ``series``; None when there is nothing, or when it comes to no number."""
+    value = math.fsum(sample.value for sample in series) if series else math.nan
     return value if math.isfinite(value) else None
 
 
-def mean(found: dict[str, list[Sample]], name: str) -> float | None:
-    """The mean of a name's samples; None as ``total``."""
-    value = total(found, name)
-    return None if value is None else value / len(found[name])
+def mean(series: list[Sample]) -> float | None:
+    """The mean of ``series``; None as ``total``."""
+    value = total(series)
+    return None if value is None else value / len(series)

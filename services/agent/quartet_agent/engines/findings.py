@@ -15,6 +15,13 @@ def find(diagnosis: Diagnosis, section: EngineSection, model: ModelSection, prob
     if not diagnosis.up:
         return [Finding("down", f"the engine is not up: {diagnosis.why_down}", f"is it {section.url}?")]
     found = [*_metrics(diagnosis, section), *(Finding("events_unreachable", problem) for problem in problems)]
+    if diagnosis.ranks > 1:
+        found.append(
+            Finding(
+                "ranks", f"{diagnosis.ranks} data-parallel ranks are one worker here: which of them, and so which "
+                "cache, a request meets is the server's choice", f"set data_parallel = {diagnosis.ranks}",
+            )
+        )  # fmt: skip
     if diagnosis.affinity == "events":
         found += _events(diagnosis, model)
     else:

@@ -6,6 +6,7 @@ from random import Random
 
 from quartet_agent.engines.base import EngineAdapter
 from quartet_agent.engines.dialect import DIALECTS
+from quartet_agent.engines.events import sources_in
 from quartet_agent.engines.served import Log, ServedAdapter
 from quartet_agent.engines.simulated import SimulatedAdapter
 from quartet_agent.worker import HostedWorker, WorkerFacts
@@ -44,19 +45,22 @@ def host_workers(
     workers: list[HostedWorker] = []
     for index, section in enumerate(config.agent.engines):
         key = f"agent.engines[{index}]"
-        for replica in range(section.count):
+        simulated = section.kind == "simulated"
+        number, named = (section.count, "count") if simulated else (section.data_parallel, "data_parallel")
+        for replica in range(number):
             if len(workers) == MAX_WORKERS:
-                raise ConfigError(WHERE, f"{key}.count", section.count, f"a node has at most {MAX_WORKERS} workers")
+                raise ConfigError(WHERE, f"{key}.{named}", number, f"a node has at most {MAX_WORKERS} workers")
             first_gpu = section.first_gpu + replica * section.tp
             facts = _facts(config, catalogue, section, key, first_gpu)
             adapter: EngineAdapter
-            if section.kind == "simulated":
+            if simulated:
                 adapter = SimulatedAdapter(_simulated(config, catalogue, section, key, facts), loop, now_ms, wall_s)
             else:
                 _check_server(section, key)
                 adapter = ServedAdapter(
                     section, config.models[section.model], DIALECTS[section.kind],
                     _profile(config, catalogue, section), facts.kv_tokens, now_ms, congested, log,
+                    rank=replica if number > 1 else None,
                 )  # fmt: skip
             incarnation = random.randrange(1, 1 << 16)
             workers.append(HostedWorker(node, len(workers), incarnation, facts, adapter, Role(section.role)))
@@ -71,6 +75,17 @@ def _check_server(section: EngineSection, key: str) -> None:
     for name in section.adapter_paths:
         if name not in section.adapters:
             raise ConfigError(WHERE, f"{key}.adapter_paths", name, f"must be one of adapters: {section.adapters}")
+    if section.data_parallel > 1 and not DIALECTS[section.kind].rank_header:
+        raise ConfigError(
+            WHERE, f"{key}.data_parallel", section.data_parallel, f"engines of kind {section.kind} have no ranks"
+        )
+    if section.data_parallel > 1 and section.kv_events not in ("auto", "off"):
+        told = len(sources_in(section.kv_events, section.kv_replay))
+        if told != section.data_parallel:
+            raise ConfigError(
+                WHERE, f"{key}.kv_events", section.kv_events,
+                f"must have one endpoint for each of the {section.data_parallel} ranks, not {told}",
+            )  # fmt: skip
     if section.kv_connector and section.kind != "vllm":
         raise ConfigError(WHERE, f"{key}.kv_connector", section.kv_connector, "only engines of kind vllm have one")
 
@@ -141,6 +156,8 @@ def _simulated(
         raise ConfigError(
             WHERE, f"{key}.max_batch", section.max_batch, f"must be at most chunk_tokens, {section.chunk_tokens}"
         )
+    if section.data_parallel > 1:
+        raise ConfigError(WHERE, f"{key}.data_parallel", section.data_parallel, "simulated engines have a count")
     for name in _SERVERS_ONLY:
         if value := getattr(section, name):
             raise ConfigError(WHERE, f"{key}.{name}", value, "a simulated engine is no server")

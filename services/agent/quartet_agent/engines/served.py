@@ -6,36 +6,31 @@ reads its metrics under whatever names its version gives them, and notices when 
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
 
 from quartet_agent.engines import bodies
+from quartet_agent.engines.adapters import Adapters
 from quartet_agent.engines.base import (
     BlocksFenced,
     CannotLoad,
-    Computed,
     Diagnosis,
     EngineAdapter,
-    EngineEvent,
     EngineLoad,
-    Failed,
-    Finished,
-    FirstToken,
     KvPool,
     Life,
     Listener,
-    Output,
-    Prefilled,
     Work,
 )
-from quartet_agent.engines.call import Call, path_of
+from quartet_agent.engines.call import path_of
 from quartet_agent.engines.dialect import Dialect
 from quartet_agent.engines.estimate import LoadEstimate
 from quartet_agent.engines.events import Source, sources_in, sources_of
 from quartet_agent.engines.findings import find
+from quartet_agent.engines.jobs import Jobs
+from quartet_agent.engines.missing import MissingMetrics
 from quartet_agent.engines.prefixes import CachedPrefixes
 from quartet_agent.engines.reading import Reading
 from quartet_agent.engines.server import EngineAway, EngineServer
@@ -45,10 +40,8 @@ from quartet_bus.messages import Role
 from quartet_core.openai import upstream
 from quartet_core.profile import Profile
 
-_PRESSURE_PAUSE_S = 0.002
 _DISCHARGES = 4
 _DISCHARGE_MS = 20_000.0
-_LOAD_ADAPTER_MS = 60_000.0
 
 _encode = msgspec.json.Encoder().encode
 
@@ -62,9 +55,10 @@ class Log(Protocol):
 
 
 class ServedAdapter(EngineAdapter):
-    """Drives one server. ``kv_tokens`` is what is taken for the size of its KV memory until it says better.
+    """Drives one server, or one data-parallel ``rank`` of it, which every request then names.
 
-    ``congested`` says whether the bus has more to send than it should: then no stream is read on.
+    ``kv_tokens`` is what is taken for the size of its KV memory until it says better. ``congested`` says whether the
+    bus has more to send than it should: then no stream is read on.
     """
 
     def __init__(
@@ -77,35 +71,37 @@ class ServedAdapter(EngineAdapter):
         now_ms: Callable[[], float],
         congested: Callable[[], bool],
         log: Log,
+        *,
+        rank: int | None = None,
     ) -> None:
         self._section = section
         self._model = model
         self._dialect = dialect
         self._now_ms = now_ms
-        self._congested = congested
         self._log = log
         self._served = section.served_model or section.model
-        self._server = EngineServer(section)
-        self._watch = Watch(section, dialect, self._server, self._on_up, self._on_lost, self._on_looked, self._on_away)
+        self._rank = rank
+        self._server = EngineServer(section, {} if rank is None else {dialect.rank_header: str(rank)})
+        self._watch = Watch(
+            section, dialect, self._server, self._on_up, self._on_lost, self._on_looked, self._on_away, rank
+        )
+        self._adapters = Adapters(section, self._server, dialect.loads_adapters, self._on_adapters)
         self._estimate = LoadEstimate(profile, section.kv_tokens or kv_tokens)
         self._prefixes = CachedPrefixes(section.kv_tokens or kv_tokens, self._estimate.moved)
-        self._calls: dict[str, Call] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._jobs = Jobs(self._server, self._estimate, self._prefixes, now_ms, congested, self._on_fault)
         self._background: set[asyncio.Task[None]] = set()
         self._discharging = asyncio.Semaphore(_DISCHARGES)
-        self._listener: Listener | None = None
         self._changed: Callable[[], None] = lambda: None
         self._life = Life(number=0, up=False)
         self._reading: Reading | None = None
-        self._missing: tuple[str, ...] = ()
-        self._prompts: Counter[str] = Counter()
+        self._missing = MissingMetrics(dialect, section.probes_lost, log.error, log.info)
         self._stopped = False
 
     # As ``EngineAdapter``
 
     async def start(self, listener: Listener) -> None:
         """As ``EngineAdapter.start``. Does not wait for the server: the worker comes up when that answers."""
-        self._listener = listener
+        self._jobs.listener = listener
         await self._server.open()
         self._spawn(self._watch.run())
 
@@ -113,11 +109,9 @@ class ServedAdapter(EngineAdapter):
         """As ``EngineAdapter.stop``."""
         self._stopped = True
         self._prefixes.end()
-        tasks = [*self._tasks.values(), *self._background]
-        self._tasks.clear()
-        for task in tasks:
+        for task in self._background:
             task.cancel()
-        if tasks:
+        if tasks := [*self._jobs.end(), *self._background]:
             await asyncio.wait(tasks)
         await self._server.close()
 
@@ -130,22 +124,14 @@ class ServedAdapter(EngineAdapter):
         dialect = self._dialect
         model = work.model if work.model in self._section.adapters else self._served
         order = bodies.order(work, model=model, usage=dialect.usage, salted=dialect.salted, rid=bool(dialect.abort))
-        call = Call(work, order, self._server, self._emit_for(work.job), self._ready)
-        self._prompts["prompts_as_text" if work.inference.prompt_ids is None else "prompts_as_ids"] += 1
-        tokens = work.prompt_tokens or work.inference.prompt_tokens
-        self._estimate.began(work.job, tokens, 0.1 if work.role is Role.DECODE else work.prefill_ms, self._now_ms())
-        self._calls[work.job] = call
-        self._tasks[work.job] = asyncio.get_running_loop().create_task(self._run(call))
+        self._jobs.begin(work, order)
 
     def cancel(self, job: str) -> float:
         """As ``EngineAdapter.cancel``. The connection is closed, which ends the request on the engine."""
-        busy_ms = self._forget(job)
-        task = self._tasks.pop(job, None)
-        if task is not None:
-            task.cancel()
-            if self._dialect.abort and not self._stopped:
-                # It looks for closed connections now and then only, when the answer is not streamed.
-                self._spawn(self._post_quietly(self._dialect.abort, _encode({"rid": job})))
+        busy_ms, ran = self._jobs.cancel(job)
+        if ran and self._dialect.abort and not self._stopped:
+            # It looks for closed connections now and then only, when the answer is not streamed.
+            self._spawn(self._post_quietly(self._dialect.abort, _encode({"rid": job})))
         return busy_ms
 
     def load(self) -> EngineLoad:
@@ -184,29 +170,22 @@ class ServedAdapter(EngineAdapter):
     @property
     def loadable(self) -> tuple[str, ...]:
         """As ``EngineAdapter.loadable``."""
-        return tuple(self._section.adapter_paths)
+        return self._adapters.loadable
 
     async def load_adapter(self, name: str) -> None:
         """As ``EngineAdapter.load_adapter``."""
-        path = self._section.adapter_paths.get(name)
-        if path is None or not self._dialect.loads_adapters:
-            raise CannotLoad(f"[[agent.engines]] adapter_paths has no {name!r}")
-        await self._order_adapter("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
-        self._set_adapters((*(self._life.adapters or ()), name))
+        await self._adapters.load(name)
 
     async def unload_adapter(self, name: str) -> None:
         """As ``EngineAdapter.unload_adapter``."""
-        if name not in self._section.adapter_paths or not self._dialect.loads_adapters:
-            raise CannotLoad(f"{name!r} was not loaded by this agent")
-        self._set_adapters(tuple(other for other in self._life.adapters or () if other != name))
-        await self._order_adapter("/v1/unload_lora_adapter", {"lora_name": name})
+        await self._adapters.unload(name)
 
     def diagnose(self) -> Diagnosis:
         """As ``EngineAdapter.diagnose``."""
         reading = self._reading
         if reading is not None and reading.queries is not None and reading.hits is not None:
-            self._prompts["engine_looked_up_tokens"] = int(reading.queries)
-            self._prompts["engine_cached_tokens"] = int(reading.hits)
+            self._jobs.prompts["engine_looked_up_tokens"] = int(reading.queries)
+            self._jobs.prompts["engine_cached_tokens"] = int(reading.hits)
         diagnosis = Diagnosis(
             kind=self._dialect.name,
             up=self._life.up,
@@ -214,10 +193,11 @@ class ServedAdapter(EngineAdapter):
             version=self._life.version,
             why_down=self._watch.why_down,
             metrics=reading.generation if reading is not None else "none",
-            degraded=self._missing,
+            degraded=self._missing.now,
+            ranks=1 if self._rank is not None or reading is None else len(reading.ranks),
             affinity="events" if self._prefixes.exact else "traffic",
             events=self._prefixes.figures(),
-            prompts=dict(self._prompts),
+            prompts=dict(self._jobs.prompts),
         )
         diagnosis.findings = find(diagnosis, self._section, self._model, self._prefixes.problems)
         return diagnosis
@@ -230,31 +210,30 @@ class ServedAdapter(EngineAdapter):
         if kv_tokens:
             self._estimate.kv_tokens = kv_tokens
         self._estimate.restarted()
-        loaded = tuple(name for name in section.adapters if name in learned.models)
+        to_load = self._adapters.found(learned.models)
+        self._missing.born()
+        self._jobs.answered = False
         self._life = Life(
             number=self._life.number + 1,
             version=learned.version,
             kv_tokens=kv_tokens,
             block_tokens=learned.block_tokens,
             max_context=learned.max_context,
-            adapters=loaded,
+            adapters=self._adapters.loaded,
         )
         self._log.info("engine up", url=section.url, version=learned.version, models=learned.models)
         self._prefixes.begin(self._sources(learned), kv_tokens)
         self._on_looked(reading)
         self._changed()
-        for name in section.adapters:
-            if name not in loaded and name in section.adapter_paths:
-                self._spawn(self._load_at_start(name))
+        for name in to_load:
+            self._spawn(self._load_at_start(name))
 
     def _on_lost(self, why: str) -> None:
         self._log.error("engine lost", url=self._section.url, why=why)
         self._life = msgspec.structs.replace(self._life, up=False)
         self._prefixes.end()
         error = upstream(f"The engine was lost: {why}.", "engine_lost")
-        for job in list(self._tasks):
-            self._tasks.pop(job).cancel()
-            self._emit_for(job)([Failed(job, "engine_lost", error, elsewhere=True)])
+        self._jobs.fail_all("engine_lost", error)
         self._changed()
 
     def _on_away(self, why: str) -> None:
@@ -267,31 +246,14 @@ class ServedAdapter(EngineAdapter):
             return
         moved = self._reading is None or reading.steps is None or reading.steps != self._reading.steps
         self._reading = reading
+        self._estimate.ranks = 1 if self._rank is not None else max(1, len(reading.ranks))
         self._estimate.read(reading)
-        if not self._dialect.prefill_steps and self._estimate.reads_prompt(self._now_ms()):
+        told_by_steps = self._dialect.prefill_steps and reading.steps is not None
+        if not told_by_steps and self._estimate.reads_prompt(self._now_ms()):
             self._estimate.moved()
-        if reading.missing != self._missing:
-            self._missing = reading.missing
-            if reading.missing:
-                self._log.error(
-                    "engine metrics missing: the worker is degraded", url=self._section.url,
-                    missing=reading.missing, engine=self._dialect.name, version=self._life.version,
-                    generation=reading.generation,
-                )  # fmt: skip
-            else:
-                self._log.info("engine metrics are whole again", url=self._section.url)
+        self._missing.look(reading, answered=self._jobs.answered, url=self._section.url, version=self._life.version)
         if moved:
-            self._assume_first_tokens()
-
-    def _assume_first_tokens(self) -> None:
-        """A job that does not stream tells no first token. When it was due and the engine moves, its prompt is taken as
-        read, and is no work that is queued any more. Nobody is told: it can still be done elsewhere."""
-        now_ms = self._now_ms()
-        for job, call in self._calls.items():
-            whole = not call.work.inference.stream and call.work.role is not Role.PREFILL
-            if whole and self._estimate.overdue(job, now_ms):
-                call.queue_ms = self._estimate.first_token(job, now_ms, seen=False)
-                return  # one a look, since the next one's prompt begins only now
+            self._jobs.assume_first_tokens()
 
     def _sources(self, learned: Learned) -> tuple[Source, ...]:
         configured = self._section.kv_events
@@ -299,69 +261,13 @@ class ServedAdapter(EngineAdapter):
             return ()
         if configured == "auto":
             return sources_of(learned.events, self._section.url)
-        return sources_in(configured, self._section.kv_replay)
-
-    # Jobs
-
-    async def _run(self, call: Call) -> None:
-        try:
-            await call.run()
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # our own fault, and still the job's end
-            job = call.work.job
-            self._log.error("a call to an engine failed", url=self._section.url, error=repr(error))
-            self._emit_for(job)([Failed(job, "engine_error", upstream("The engine failed.", "engine_error"))])
-
-    def _emit_for(self, job: str) -> Callable[[Sequence[EngineEvent]], None]:
-        def emit(events: Sequence[EngineEvent]) -> None:
-            call = self._calls.get(job)
-            if call is None or self._listener is None:
-                return  # it was cancelled
-            told = [self._account(call, event) for event in events]
-            self._listener(told)
-
-        return emit
-
-    def _account(self, call: Call, event: EngineEvent) -> EngineEvent:
-        """Keep the estimate in step with what is told, and add what only the estimate knows."""
-        job, now_ms = call.work.job, self._now_ms()
-        match event:
-            case FirstToken():
-                self._prefixes.read(call.work)
-                waited_ms = self._estimate.first_token(job, now_ms, seen=call.work.inference.stream)
-                return FirstToken(job, queue_ms=call.queue_ms or waited_ms)
-            case Output():
-                if call.work.inference.stream:
-                    self._estimate.output(job, 1)
-                return event
-            case Finished(usage=usage):
-                self._prompts["prompt_tokens"] += usage.prompt_tokens
-                self._prompts["cached_tokens_told"] += usage.cached_tokens
-                return Finished(job, msgspec.structs.replace(usage, busy_ms=self._forget(job)))
-            case Computed():
-                return event
-            case Prefilled(usage=usage):
-                self._prefixes.read(call.work)
-                queue_ms = self._estimate.first_token(job, now_ms)
-                return msgspec.structs.replace(
-                    event, usage=msgspec.structs.replace(usage, busy_ms=self._forget(job)), queue_ms=queue_ms
-                )
-            case Failed(usage=usage):
-                return msgspec.structs.replace(event, usage=msgspec.structs.replace(usage, busy_ms=self._forget(job)))
-
-    def _forget(self, job: str) -> float:
-        self._calls.pop(job, None)
-        task = self._tasks.get(job)
-        if task is not None and task is asyncio.current_task():
-            del self._tasks[job]
-        return self._estimate.ended(job, self._now_ms())
-
-    async def _ready(self) -> None:
-        while self._congested():  # noqa: ASYNC110 - the bus tells how much waits, not when less does
-            await asyncio.sleep(_PRESSURE_PAUSE_S)
+        sources = sources_in(configured, self._section.kv_replay)
+        return sources if self._rank is None else sources[self._rank : self._rank + 1]
 
     # In the background
+
+    def _on_fault(self, error: Exception) -> None:
+        self._log.error("a call to an engine failed", url=self._section.url, error=repr(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -388,20 +294,12 @@ class ServedAdapter(EngineAdapter):
             if status != 200:
                 self._log.warning("KV of another engine could not be freed; its lease will", why=f"status {status}")
 
-    async def _order_adapter(self, path: str, fields: dict[str, str]) -> None:
-        try:
-            status, data = await self._server.post(path, _encode(fields), _LOAD_ADAPTER_MS)
-        except EngineAway as away:
-            raise CannotLoad(str(away)) from None
-        if status != 200:
-            raise CannotLoad(bodies.refusal(status, data).body.message)
-
     async def _load_at_start(self, name: str) -> None:
         try:
-            await self.load_adapter(name)
+            await self._adapters.load(name)
         except CannotLoad as error:
             self._log.error("adapter not loaded", url=self._section.url, adapter=name, why=str(error))
 
-    def _set_adapters(self, adapters: tuple[str, ...]) -> None:
-        self._life = msgspec.structs.replace(self._life, adapters=tuple(dict.fromkeys(adapters)))
+    def _on_adapters(self) -> None:
+        self._life = msgspec.structs.replace(self._life, adapters=self._adapters.loaded)
         self._changed()

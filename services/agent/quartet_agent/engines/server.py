@@ -31,13 +31,17 @@ class AnswerTooLarge(Exception):
 
 
 class EngineServer:
-    """The server at ``[[agent.engines]] url``. Used between ``open`` and ``close``."""
+    """The server at ``[[agent.engines]] url``. Used between ``open`` and ``close``.
 
-    def __init__(self, section: EngineSection) -> None:
+    ``more_headers`` go with every request that is computed.
+    """
+
+    def __init__(self, section: EngineSection, more_headers: dict[str, str] | None = None) -> None:
         self.url = section.url
         self._section = section
         self._session: aiohttp.ClientSession | None = None
         self._key = section.api_key
+        self._posted = {"Content-Type": "application/json", **(more_headers or {})}
 
     async def open(self) -> None:
         """Make the connection pool; nothing is connected yet."""
@@ -68,10 +72,7 @@ class EngineServer:
 
     def stream(self, path: str, body: bytes) -> "aiohttp.client._RequestContextManager":
         """A POST whose answer is read by the caller; leaving the context early closes the connection."""
-        return self._opened.post(
-            self.url + path, data=body, headers=self._headers({"Content-Type": "application/json"}),
-            allow_redirects=False,
-        )  # fmt: skip
+        return self._opened.post(self.url + path, data=body, headers=self._headers(self._posted), allow_redirects=False)
 
     async def get(self, path: str, timeout_ms: float) -> tuple[int, bytes]:
         """(status, body) of a GET. Raises ``EngineAway``."""
@@ -79,7 +80,7 @@ class EngineServer:
 
     async def post(self, path: str, body: bytes, timeout_ms: float) -> tuple[int, bytes]:
         """(status, body) of a POST. Raises ``EngineAway``."""
-        return await self._call(self._opened.post, path, timeout_ms, data=body, content="application/json")
+        return await self._call(self._opened.post, path, timeout_ms, data=body, more=self._posted)
 
     @property
     def _opened(self) -> aiohttp.ClientSession:
@@ -91,10 +92,16 @@ class EngineServer:
         return {"Authorization": f"Bearer {self._key}", **more} if self._key else more
 
     async def _call(
-        self, method: Callable[..., Any], path: str, timeout_ms: float, *, data: bytes | None = None, content: str = ""
+        self,
+        method: Callable[..., Any],
+        path: str,
+        timeout_ms: float,
+        *,
+        data: bytes | None = None,
+        more: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_ms / 1e3)
-        headers = self._headers({"Content-Type": content} if content else {})
+        headers = self._headers(more or {})
         try:
             async with method(
                 self.url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False

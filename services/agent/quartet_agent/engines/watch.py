@@ -56,6 +56,7 @@ class _Info(Struct):
     page_size: int = 0
     max_total_num_tokens: int = 0
     kv_events_config: str | None = None
+    dp_size: int = 1
 
 
 class NotServing(Exception):
@@ -64,7 +65,7 @@ class NotServing(Exception):
 
 class Watch:
     """Probes one server for ever, and calls back from its task: ``up``, ``looked`` while it is, ``lost``; and ``away``
-    while it is not, whenever there is another reason for that."""
+    while it is not, whenever there is another reason for that. ``rank`` is the data-parallel rank that is meant."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class Watch:
         lost: Callable[[str], None],
         looked: Callable[[Reading | None], None],
         away: Callable[[str], None],
+        rank: int | None = None,
     ) -> None:
         self._section = section
         self._dialect = dialect
@@ -83,7 +85,9 @@ class Watch:
         self._lost = lost
         self._looked = looked
         self._tell_away = away
+        self._rank = rank
         self._silent = 0
+        self._unread = 0
         self._alive = False
         self._last: Reading | None = None
         self.why_down = "not asked yet"
@@ -112,7 +116,7 @@ class Watch:
                 self._up(learned, reading)
                 return
             self._silent = 0
-            self._last = reading or self._last
+            self._last = reading if reading is not None and reading.tells_process else self._last
             self._looked(reading)
         except EngineAway as away:
             self._silent += 1
@@ -139,7 +143,10 @@ class Watch:
         return reading.steps is not None and last.steps is not None and reading.steps < last.steps
 
     async def _metrics(self) -> Reading | None:
-        """Its metrics; None for an engine that has none, or that does not give them just now."""
+        """Its metrics; None for an engine that has none, or that does not give them just now.
+
+        One that goes on not giving them has none that could be read: all that is required is missing then.
+        """
         if not self._dialect.metrics:
             return None
         try:
@@ -147,8 +154,12 @@ class Watch:
         except EngineAway as away:
             if away.refused:
                 raise
-            return None
-        return read(text.decode("utf-8", "replace") if status == 200 else "", self._dialect)
+            status, text = 503, b""
+        if status < 500:
+            self._unread = 0
+            return read(text.decode("utf-8", "replace") if status == 200 else "", self._dialect, self._rank)
+        self._unread += 1
+        return read("", self._dialect) if self._unread >= self._section.probes_lost else None
 
     async def _learn(self, reading: Reading | None) -> Learned:
         """What it is. Raises ``EngineAway`` or ``NotServing``."""
@@ -158,8 +169,10 @@ class Watch:
         names = tuple(model.id for model in models.data)
         if served not in names:
             raise NotServing(f"it does not serve {served!r}; it serves {', '.join(names) or 'nothing'}")
+        if reading is not None and reading.ranks and self._rank is not None and str(self._rank) not in reading.ranks:
+            raise NotServing(f"it has no data-parallel rank {self._rank}; it has {', '.join(reading.ranks)}")
         version = (await self._ask(self._dialect.version, _Version)).version if self._dialect.version else ""
-        info = await self._ask(self._dialect.info, _Info) if self._dialect.info else _Info()
+        info = await self._info()
         return Learned(
             models=names,
             version=version or info.version,
@@ -169,10 +182,19 @@ class Watch:
             events=await self._sources(info),
         )
 
+    async def _info(self) -> _Info:
+        info = _Info()
+        for path in self._dialect.info:
+            info = await self._ask(path, _Info)
+            if info != _Info():
+                break
+        return info
+
     async def _sources(self, info: _Info) -> tuple[tuple[str, str], ...]:
         if self._dialect.events:
             found: dict[str, _Source] = await self._ask(self._dialect.events, dict[str, _Source], default={})
-            told = [found[rank] for rank in sorted(found, key=lambda rank: (len(rank), rank))]
+            wanted = found if self._rank is None else found.keys() & {str(self._rank)}
+            told = [found[rank] for rank in sorted(wanted, key=lambda rank: (len(rank), rank))]
             return tuple(
                 (source.endpoint, source.replay_endpoint or "")
                 for source in told
@@ -184,7 +206,12 @@ class Watch:
             except msgspec.DecodeError:
                 return ()
             if source.publisher == "zmq" and source.endpoint:
-                return ((source.endpoint, source.replay_endpoint or ""),)
+                # It tells what it was started with, from where each rank counts its own ports.
+                ranks = range(info.dp_size) if self._rank is None else (self._rank,)
+                return tuple(
+                    (port_of_rank(source.endpoint, rank), port_of_rank(source.replay_endpoint or "", rank))
+                    for rank in ranks
+                )
         return ()
 
     async def _ask(self, path: str, kind: Any, *, needed: bool = False, default: Any = None) -> Any:
@@ -201,3 +228,9 @@ class Watch:
         elif needed:
             raise EngineAway(f"{path} answers {status}")
         return kind() if default is None else default
+
+
+def port_of_rank(endpoint: str, rank: int) -> str:
+    """Where the publisher of a data-parallel rank is, that was given the same ``endpoint`` as all others."""
+    before, colon, port = endpoint.rpartition(":")
+    return f"{before}:{int(port) + rank}" if colon and port.isdecimal() else endpoint
