@@ -142,4 +142,3 @@ class Lanes:
 
 def _nothing() -> None:
     pass
-
