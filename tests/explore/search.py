@@ -1,6 +1,6 @@
 """Every world within a number of faults, breadth first, each one once, and each brought to rest from where it is.
 
-python -m explore.search [--faults N] [--limit WORLDS]      (``make explore``)
+python -m explore.search [--faults N] [--limit WORLDS] [--at-once]      (``make explore``)
 """
 
 import argparse
@@ -33,14 +33,14 @@ class Broken(AssertionError):
     """An invariant does not hold; the message has the whole story that led there."""
 
 
-def explore(faults: int, *, limit: int = 10**9, transfers: int = 1, tell=None) -> Found:
+def explore(faults: int, *, limit: int = 10**9, transfers: int = 1, parts: bool = True, tell=None) -> Found:
     """Breadth first from the beginning. ``limit`` bounds the worlds; ``left`` says how many were not looked into.
 
     A story is shortest for the fault that it shows. Raises ``Broken``.
     """
     gc.set_threshold(100_000, 20, 100)  # a world is full of cycles, and dropped whole
     found = Found()
-    first = World(faults, transfers=transfers, room=transfers)
+    first = World(faults, transfers=transfers, room=transfers, parts=parts)
     seen = {hash(first.key())}
     edge: list[tuple[bytes, tuple]] = [_frozen(first)]
     while edge:
@@ -124,6 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=1, help="faults that may happen in one story (1)")
     parser.add_argument("--limit", type=int, default=10**9, help="worlds to look at, at most")
     parser.add_argument("--transfers", type=int, default=1, help="transfers at once (1)")
+    parser.add_argument("--at-once", action="store_true", help="prompts are computed at once: no move begins before")
     told = parser.parse_args(arguments)
     for faults in range(told.faults + 1):
         begun = time.monotonic()
@@ -131,6 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
             faults,
             limit=told.limit,
             transfers=told.transfers,
+            parts=not told.at_once,
             tell=lambda f, seen, edge: print(f"  depth {f.depth}: {seen} worlds, {edge} new", file=sys.stderr),
         )
         took_s = time.monotonic() - begun
