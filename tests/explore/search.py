@@ -1,6 +1,6 @@
 """Every world within a number of faults, breadth first, each one once, and each brought to rest from where it is.
 
-python -m explore.search [--faults N] [--limit WORLDS] [--pages]      (``make explore``)
+python -m explore.search [--faults N] [--limit WORLDS] [--at-once | --pages]      (``make explore``)
 """
 
 import argparse
@@ -11,7 +11,9 @@ import pickle
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from explore.pages import PageWorld
 from explore.world import World
@@ -34,7 +36,9 @@ class Broken(AssertionError):
     """An invariant does not hold; the message has the whole story that led there."""
 
 
-def explore(faults: int, *, limit: int = 10**9, transfers: int = 1, kind: type[World] = World, tell=None) -> Found:
+def explore(
+    faults: int, *, limit: int = 10**9, transfers: int = 1, kind: Callable[..., World] = World, tell=None
+) -> Found:
     """Breadth first from the beginning of a ``kind`` of world. ``limit`` bounds the worlds; ``left`` says how many were
     not looked into.
 
@@ -126,7 +130,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=1, help="faults that may happen in one story (1)")
     parser.add_argument("--limit", type=int, default=10**9, help="worlds to look at, at most")
     parser.add_argument("--transfers", type=int, default=1, help="transfers at once (1)")
-    parser.add_argument("--pages", action="store_true", help="page-outs of the virtual VRAM pool, instead of splits")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--at-once", action="store_true", help="prompts are computed at once: no move begins before")
+    kinds.add_argument("--pages", action="store_true", help="page-outs of the virtual VRAM pool, instead of splits")
     told = parser.parse_args(arguments)
     for faults in range(told.faults + 1):
         begun = time.monotonic()
@@ -134,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
             faults,
             limit=told.limit,
             transfers=told.transfers,
-            kind=PageWorld if told.pages else World,
+            kind=PageWorld if told.pages else partial(World, parts=not told.at_once),
             tell=lambda f, seen, edge: print(f"  depth {f.depth}: {seen} worlds, {edge} new", file=sys.stderr),
         )
         took_s = time.monotonic() - begun

@@ -104,9 +104,13 @@ class Request:
 
 
 class World:
-    """``transfers`` requests share both agents' pools, which hold ``room`` of them; ``faults`` may happen."""
+    """``transfers`` requests share both agents' pools, which hold ``room`` of them; ``faults`` may happen.
 
-    def __init__(self, faults: int, *, transfers: int = 1, room: int = 1, blocks: int = 2) -> None:
+    With ``parts`` a prompt may be computed in two parts, so that the first is sent while the second is computed.
+    """
+
+    def __init__(self, faults: int, *, transfers: int = 1, room: int = 1, blocks: int = 2, parts: bool = True) -> None:
+        self.parts = parts
         self.blocks = blocks
         self.room = room
         self.faults = faults
@@ -224,7 +228,7 @@ class World:
             found += [
                 ("part", name, t)
                 for t, state in node.prefills.items()
-                if room and state == "computing" and t not in node.parts and self.blocks > 1
+                if room and state == "computing" and t not in node.parts and self.parts
             ]
             found += [("computed", name, t) for t in node.parts if not room]
             found += [("flow", name, i) for i, socket in enumerate(node.sockets) if node.can_flow(socket)]

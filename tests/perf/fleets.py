@@ -50,8 +50,8 @@ def routing(workers: list[Any], **more: Any) -> Routing:
     settings: dict[str, Any] = dict(
         policy="finish-time", links=LinkBook(500.0), long_context=("H100_SXM5",), long_prompt_tokens=1 << 20,
         long_context_tokens=1 << 20,
-        kappa=1.0, split_margin=0.7, hold_ahead_chunks=2.0, affinity_rows=AFFINITY_ROWS, affinity_hashes=AFFINITY_HASHES,
-        max_workers=20_000,
+        kappa=1.0, split_margin=0.7, hold_ahead_chunks=2.0, affinity_rows=AFFINITY_ROWS,
+        affinity_hashes=AFFINITY_HASHES, max_workers=20_000,
     )  # fmt: skip
     settings.update(more)
     made = Routing(

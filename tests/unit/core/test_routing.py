@@ -238,7 +238,7 @@ def apart(workers, **more):
 
 
 def split_fleet(**more):
-    """An H100 kept for prefills, and an L40S that could do all of a request, and takes twenty times as long to begin."""
+    """An H100 kept for prefills, and an L40S that could do all of a request, but begins twenty times later."""
     links = linked()
     workers = [seventy("w0", "H100_SXM5"), seventy("w1", "L40S_PCIE")]
     workers[0].role = "prefill"

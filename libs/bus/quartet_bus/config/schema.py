@@ -269,10 +269,11 @@ class EngineSection(Section):
     """One engine of a host, or ``count`` equal simulated ones on consecutive GPUs from ``first_gpu`` on.
 
     ``kv_tokens`` 0 takes what the engine says, or else what the catalogue says fits. ``time_scale`` 2 makes a simulated
-    engine twice as slow. ``adapters`` are LoRA adapters it serves, each a ``[models.*]`` of its own whose ``base`` is
-    ``model``. ``embeddings`` says that it answers ``/v1/embeddings``. ``root`` is a name for the PCIe root complex of
-    its GPUs, the same for all that share one, ``numa`` their NUMA node; left out, they are what ``gpus`` say of the
-    first of them.
+    engine twice as slow; with ``overlap`` its KV leaves chunk by chunk while a prompt is computed, without, afterwards,
+    as of an unmodified engine. ``adapters`` are LoRA adapters it serves, each a ``[models.*]`` of its own whose
+    ``base`` is ``model``. ``embeddings`` says that it answers ``/v1/embeddings``. ``root`` is a name for the PCIe root
+    complex of its GPUs, the same for all that share one, ``numa`` their NUMA node; left out, they are what ``gpus`` say
+    of the first of them.
 
     Of a server (any kind but simulated): ``url`` is where it listens, without ``/v1``. ``served_model`` is its name for
     the model, "" where that is ``model``. The key in ``api_key`` (or in the file) goes with every call, also probes.
@@ -298,6 +299,7 @@ class EngineSection(Section):
     chunk_tokens: Tokens = 2048
     kv_tokens: TokensOrZero = 0
     time_scale: PositiveFloat = 1.0
+    overlap: bool = True
     adapters: tuple[str, ...] = ()
     embeddings: bool = False
     root: str = ""

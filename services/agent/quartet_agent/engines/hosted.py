@@ -21,7 +21,7 @@ from quartet_core.pairing import EXPORT, IMPORT, OVERLAP, PAGE, RESERVE, handsha
 from quartet_core.profile import Profile
 from quartet_sim.engine import SimulatedEngine
 
-_CAPABILITIES = (EXPORT, IMPORT, RESERVE, OVERLAP)
+_CAPABILITIES = (EXPORT, IMPORT, RESERVE)
 
 _SERVERS_ONLY = ("url", "served_model", "api_key", "api_key_file", "kv_replay", "kv_connector", "adapter_paths")
 """Keys that mean nothing to a simulated engine."""
@@ -54,7 +54,8 @@ def host_workers(
             facts = _facts(config, catalogue, section, key, first_gpu)
             adapter: EngineAdapter
             if simulated:
-                adapter = SimulatedAdapter(_simulated(config, catalogue, section, key, facts), loop, now_ms, wall_s)
+                engine = _simulated(config, catalogue, section, key, facts)
+                adapter = SimulatedAdapter(engine, loop, now_ms, wall_s, overlap=section.overlap)
             else:
                 _check_server(section, key)
                 adapter = ServedAdapter(
@@ -145,7 +146,7 @@ def _facts(config: Config, catalogue: Catalogue, section: EngineSection, key: st
 def _capabilities(section: EngineSection, *, pool: bool) -> tuple[str, ...]:
     embeds = (EMBEDDINGS,) if section.embeddings else ()
     if section.kind == "simulated":
-        return (*_CAPABILITIES, *((PAGE,) if pool else ()), *embeds)
+        return (*_CAPABILITIES, *((OVERLAP,) if section.overlap else ()), *((PAGE,) if pool else ()), *embeds)
     return (handshake_of(section.kv_connector), *embeds) if section.kv_connector else embeds
 
 

@@ -114,7 +114,10 @@ class SimulatedKv:
 
 
 class SimulatedAdapter(EngineAdapter):
-    """Drives one ``SimulatedEngine``. ``now_ms`` is the loop's clock, ``wall_s`` the Unix time that answers carry."""
+    """Drives one ``SimulatedEngine``. ``now_ms`` is the loop's clock, ``wall_s`` the Unix time that answers carry.
+
+    With ``overlap`` it tells how its prefills get on, so that their KV can leave meanwhile.
+    """
 
     def __init__(
         self,
@@ -122,7 +125,10 @@ class SimulatedAdapter(EngineAdapter):
         loop: AbstractEventLoop,
         now_ms: Callable[[], float],
         wall_s: Callable[[], float],
+        *,
+        overlap: bool = True,
     ) -> None:
+        self._overlap = overlap
         self._engine = engine
         self._loop = loop
         self._now_ms = now_ms
@@ -267,7 +273,8 @@ class SimulatedAdapter(EngineAdapter):
                 case sim.Finished():
                     self._on_finished(event, answer, told)
                 case sim.Computed():
-                    told.append(Computed(event.job_id, event.tokens))
+                    if self._overlap:
+                        told.append(Computed(event.job_id, event.tokens))
                 case sim.Prefilled():
                     del self._answers[event.job_id]
                     usage = Usage(answer.prompt_tokens, event.cached_tokens, busy_ms=event.gpu_ms)
