@@ -25,12 +25,16 @@ _MOST_WAITING_BYTES = 256 << 20
 
 
 class ArenaMemory:
-    """``size_bytes`` of shared memory. ``path`` is where the engine's workers find it."""
+    """``size_bytes`` of shared memory. ``path`` is where the engine's workers find it. Raises ``OSError`` without room."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.fd = os.memfd_create("quartet-pages", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, size_bytes)
+        try:
+            os.posix_fallocate(self.fd, 0, size_bytes)  # now, and not by a signal at the first write
+        except OSError:
+            os.close(self.fd)
+            raise
         self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
         self.view = memoryview(mmap.mmap(self.fd, size_bytes))
 

@@ -147,6 +147,11 @@ class Life(Struct, frozen=True):
     block_tokens: int = 0
     max_context: int = 0
     adapters: tuple[str, ...] | None = None
+    capabilities: tuple[str, ...] = ()
+    """What it can do beyond what the configuration says; may change while it lives, as may the two below."""
+    kv_bytes_per_token: int = 0
+    kv_layout: str = ""
+    """What must be equal where its KV goes, besides what the configuration says of both ends."""
 
 
 _ONLY_LIFE = Life()
@@ -173,6 +178,7 @@ class Diagnosis(Struct):
     affinity: str = "simulated"
     events: dict[str, int] = {}
     prompts: dict[str, int] = {}
+    pages: dict[str, int] = {}
     findings: list[Finding] = []
 
 
@@ -214,7 +220,14 @@ class KvPool(Protocol):
         """Called for COMMIT, once all blocks are there: a DECODE job may read them now. Raises ``BlocksFenced``."""
         ...
 
-    def export(self, transfer: str) -> Iterator[bytes]:
+    async def ready(self, transfer: str) -> None:
+        """Called for MOVE, before ``export``: until the blocks can be read. Raises ``BlocksFenced`` if they never can.
+
+        Of a finished PREFILL job they can at once; pages may have to be copied first.
+        """
+        ...
+
+    def export(self, transfer: str) -> Iterator[Buffer]:
         """Called for MOVE: the blocks of a finished PREFILL job, in order. Raises ``BlocksFenced``, also in mid-way."""
         ...
 

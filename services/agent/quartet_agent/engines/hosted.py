@@ -22,7 +22,7 @@ from quartet_sim.engine import SimulatedEngine
 
 _CAPABILITIES = (EXPORT, IMPORT, RESERVE)
 
-_SERVERS_ONLY = ("url", "served_model", "api_key", "api_key_file", "kv_replay", "kv_connector", "adapter_paths")
+_SERVERS_ONLY = ("url", "served_model", "api_key", "api_key_file", "kv_replay", "kv_connector", "kv_pages", "adapter_paths")
 """Keys that mean nothing to a simulated engine."""
 
 
@@ -73,6 +73,12 @@ def _check_server(section: EngineSection, key: str) -> None:
             raise ConfigError(WHERE, f"{key}.adapter_paths", name, f"must be one of adapters: {section.adapters}")
     if section.kv_connector and section.kind != "vllm":
         raise ConfigError(WHERE, f"{key}.kv_connector", section.kv_connector, "only engines of kind vllm have one")
+    if section.kv_pages and section.kind != "vllm":
+        raise ConfigError(WHERE, f"{key}.kv_pages", section.kv_pages, "only engines of kind vllm have pages")
+    if section.kv_pages and section.kv_connector:
+        raise ConfigError(
+            WHERE, f"{key}.kv_pages", section.kv_pages, "an engine has pages or a kv_connector of its own, not both"
+        )
 
 
 def _profile(config: Config, catalogue: Catalogue, section: EngineSection) -> Profile:

@@ -27,27 +27,36 @@ from quartet_agent.engines.base import (
     Life,
     Listener,
     Output,
+    PagePool,
     Prefilled,
     Work,
 )
+from quartet_agent.engines.bodies import Order
 from quartet_agent.engines.call import Call, path_of
 from quartet_agent.engines.dialect import Dialect
 from quartet_agent.engines.estimate import LoadEstimate
 from quartet_agent.engines.events import Source, sources_in, sources_of
 from quartet_agent.engines.findings import find
-from quartet_agent.engines.prefixes import CachedPrefixes
+from quartet_agent.engines.lending import Lending, of_pages
+from quartet_agent.engines.page_pool import ServedPages
+from quartet_agent.engines.pages import EnginePages
+from quartet_agent.engines.prefixes import CachedPrefixes, ladder_salt
 from quartet_agent.engines.reading import Reading
 from quartet_agent.engines.server import EngineAway, EngineServer
 from quartet_agent.engines.watch import Learned, Watch
 from quartet_bus.config.schema import EngineSection, ModelSection
 from quartet_bus.messages import Role
 from quartet_core.openai import upstream
+from quartet_core.pairing import EXPORT, IMPORT, PAGE, RESERVE
 from quartet_core.profile import Profile
 
 _PRESSURE_PAUSE_S = 0.002
 _DISCHARGES = 4
 _DISCHARGE_MS = 20_000.0
 _LOAD_ADAPTER_MS = 60_000.0
+
+PAGES = (EXPORT, IMPORT, RESERVE, PAGE)
+"""What an engine with our connector can do."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -98,6 +107,12 @@ class ServedAdapter(EngineAdapter):
         self._reading: Reading | None = None
         self._missing: tuple[str, ...] = ()
         self._prompts: Counter[str] = Counter()
+        self._lending = Lending(section, self._server)
+        self._pages: EnginePages | None = None
+        if section.kv_pages:
+            self._pages = EnginePages(section.kv_pages, ladder_salt, self._on_pages, self._nudge)
+            self._prefixes.beside = self._pages.mirror
+        self._nudging = False
         self._stopped = False
 
     # As ``EngineAdapter``
@@ -107,6 +122,8 @@ class ServedAdapter(EngineAdapter):
         self._listener = listener
         await self._server.open()
         self._spawn(self._watch.run())
+        if self._pages is not None:
+            self._spawn(self._pages.run())
 
     async def stop(self) -> None:
         """As ``EngineAdapter.stop``."""
@@ -124,17 +141,21 @@ class ServedAdapter(EngineAdapter):
         """As ``EngineAdapter.submit``."""
         if not self._life.up:
             raise upstream(f"The engine is away: {self._watch.why_down}.", "engine_unreachable")
-        if work.role is Role.DECODE and not work.parameters:
-            raise BlocksFenced(work.transfer, "no parameters of the engine that prefilled")
+        pool = None if self.handshake else self._pool
+        if work.role is Role.DECODE and not work.parameters and (pool is None or not pool.holds(work.transfer)):
+            raise BlocksFenced(work.transfer, "no parameters of the engine that prefilled, and no pages")
         dialect = self._dialect
         model = work.model if work.model in self._section.adapters else self._served
-        order = bodies.order(work, model=model, usage=dialect.usage, salted=dialect.salted, rid=bool(dialect.abort))
+        order = bodies.order(
+            work, model=model, usage=dialect.usage, salted=dialect.salted, rid=bool(dialect.abort),
+            handshake=bool(self.handshake),
+        )  # fmt: skip
         call = Call(work, order, self._server, self._emit_for(work.job), self._ready)
         self._prompts["prompts_as_text" if work.inference.prompt_ids is None else "prompts_as_ids"] += 1
         tokens = work.prompt_tokens or work.inference.prompt_tokens
         self._estimate.began(work.job, tokens, 0.1 if work.role is Role.DECODE else work.prefill_ms, self._now_ms())
         self._calls[work.job] = call
-        self._tasks[work.job] = asyncio.get_running_loop().create_task(self._run(call))
+        self._tasks[work.job] = asyncio.get_running_loop().create_task(self._run(call, order, model, pool))
 
     def cancel(self, job: str) -> float:
         """As ``EngineAdapter.cancel``. The connection is closed, which ends the request on the engine."""
@@ -157,8 +178,13 @@ class ServedAdapter(EngineAdapter):
 
     @property
     def kv(self) -> KvPool | None:
-        """As ``EngineAdapter.kv``: an unmodified server lets nobody else at its KV."""
-        return None
+        """As ``EngineAdapter.kv``: of an engine with our connector; an unmodified one lets nobody else at its KV."""
+        return self._pool
+
+    @property
+    def pages(self) -> PagePool | None:
+        """As ``EngineAdapter.pages``."""
+        return self._pool
 
     @property
     def handshake(self) -> str:
@@ -217,9 +243,48 @@ class ServedAdapter(EngineAdapter):
             affinity="events" if self._prefixes.exact else "traffic",
             events=self._prefixes.figures(),
             prompts=dict(self._prompts),
+            pages=self._pages.figures() if self._pages is not None else {},
         )
-        diagnosis.findings = find(diagnosis, self._section, self._model, self._prefixes.problems)
+        pages_problem = self._pages.problem if self._pages is not None else ""
+        diagnosis.findings = find(diagnosis, self._section, self._model, self._prefixes.problems, pages_problem)
         return diagnosis
+
+    @property
+    def _pool(self) -> ServedPages | None:
+        return self._pages.pool if self._pages is not None and self._life.up else None
+
+    def _with_pages(self, life: Life) -> Life:
+        """``life``, as its pages make it."""
+        pool = self._pages.pool if self._pages is not None else None
+        if pool is None:
+            return msgspec.structs.replace(life, capabilities=(), kv_bytes_per_token=0, kv_layout="")
+        layout = pool.layout
+        return msgspec.structs.replace(
+            life, capabilities=PAGES, kv_bytes_per_token=layout.kv_bytes // layout.block_tokens,
+            kv_layout=f"{layout.fingerprint:016x}",
+        )  # fmt: skip
+
+    # What its connector tells
+
+    def _on_pages(self) -> None:
+        """There are pages now, or none any more."""
+        self._log.info("engine pages", url=self._section.url, there=self._pages is not None and self._pages.pool is not None)
+        self._life = self._with_pages(self._life)
+        if self._life.up:
+            self._changed()
+
+    def _nudge(self) -> None:
+        """Have an idle engine make a step: by a request for one token, since there is no other way."""
+        if not self._nudging and self._life.up and not self._stopped:
+            self._nudging = True
+            self._spawn(self._step())
+
+    async def _step(self) -> None:
+        try:
+            body = _encode({"model": self._served, "prompt": [0], "max_tokens": 1, "temperature": 0})
+            await self._post_quietly("/v1/completions", body)
+        finally:
+            self._nudging = False
 
     # What the watch tells
 
@@ -230,13 +295,15 @@ class ServedAdapter(EngineAdapter):
             self._estimate.kv_tokens = kv_tokens
         self._estimate.restarted()
         loaded = tuple(name for name in section.adapters if name in learned.models)
-        self._life = Life(
-            number=self._life.number + 1,
-            version=learned.version,
-            kv_tokens=kv_tokens,
-            block_tokens=learned.block_tokens,
-            max_context=learned.max_context,
-            adapters=loaded,
+        self._life = self._with_pages(
+            Life(
+                number=self._life.number + 1,
+                version=learned.version,
+                kv_tokens=kv_tokens,
+                block_tokens=learned.block_tokens,
+                max_context=learned.max_context,
+                adapters=loaded,
+            )
         )
         self._log.info("engine up", url=section.url, version=learned.version, models=learned.models)
         self._prefixes.begin(self._sources(learned), kv_tokens)
@@ -302,8 +369,14 @@ class ServedAdapter(EngineAdapter):
 
     # Jobs
 
-    async def _run(self, call: Call) -> None:
+    async def _run(self, call: Call, order: Order, model: str, pool: ServedPages | None) -> None:
+        work = call.work
         try:
+            if pool is not None and work.transfer and work.role is Role.PREFILL:
+                self._emit_for(work.job)([await self._lending.lend(work, order, pool, model)])
+                return
+            if pool is not None and work.transfer:
+                call.kept_tokens = await pool.kept(work.transfer)
             await call.run()
         except asyncio.CancelledError:
             raise
@@ -317,7 +390,7 @@ class ServedAdapter(EngineAdapter):
             call = self._calls.get(job)
             if call is None or self._listener is None:
                 return  # it was cancelled
-            told = [self._account(call, event) for event in events]
+            told = [of_pages(self._account(call, event), call.kept_tokens) for event in events]
             self._listener(told)
 
         return emit

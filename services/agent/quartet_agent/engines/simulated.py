@@ -91,6 +91,9 @@ class SimulatedKv:
         except sim.Fenced as error:
             raise BlocksFenced(transfer, error.reason) from error
 
+    async def ready(self, transfer: str) -> None:
+        """As ``KvPool.ready``: what is pinned was computed."""
+
     def export(self, transfer: str) -> Iterator[bytes]:
         """As ``KvPool.export``."""
         try:

@@ -45,6 +45,7 @@ class Sends:
         # The model's KV is larger than what we send for it: the link is busy for as long as that would take.
         charge = asyncio.ensure_future(self._charge(order)) if pool.stands_in else None
         try:
+            await pool.ready(order.transfer)
             sent = await self._mover.send(
                 order.address,
                 order.secret,

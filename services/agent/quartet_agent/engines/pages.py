@@ -1,0 +1,82 @@
+"""Pages of an engine whose connector is ours: the line to it, what is in its arena, and the pool that transfers use."""
+
+import asyncio
+from collections.abc import Callable
+
+from quartet_agent.engines.page_line import PageLine
+from quartet_agent.engines.page_pool import ServedPages
+from quartet_connector.words import EngineWord, Removed, Stored, Welcome
+from quartet_core import kv_events
+from quartet_core.block_mirror import BlockMirror, SaltOf
+
+MEDIUM = "PAGES"
+
+
+class EnginePages:
+    """Of one engine. ``changed`` is called when there are pages, or none any more; ``nudge`` as ``ServedPages``."""
+
+    def __init__(
+        self, path: str, salt_of: SaltOf, changed: Callable[[], None], nudge: Callable[[], None]
+    ) -> None:
+        self.pool: ServedPages | None = None
+        """The pool, while there is a line."""
+        self.mirror = BlockMirror(salt_of)
+        """What is in the arena, for affinity: a request that comes here finds it."""
+        self._changed = changed
+        self._nudge = nudge
+        self._line = PageLine(path, self._on_welcome, self._on_word, self._on_lost)
+
+    @property
+    def problem(self) -> str:
+        """Why there are no pages, "" when there are."""
+        return self._line.problem
+
+    async def run(self) -> None:
+        """Follow the connector until cancelled."""
+        await self._line.run()
+
+    def figures(self) -> dict[str, int]:
+        """What an operator is shown; {} without a line."""
+        return self.pool.figures if self.pool is not None else {}
+
+    def _on_welcome(self, welcome: Welcome, memory: memoryview) -> None:
+        self._end()
+        assert welcome.layout is not None  # the line looks
+        loop = asyncio.get_running_loop()
+        self.pool = ServedPages(welcome.layout, welcome.slots, memory, loop, self._line.say, self._nudge)
+        self._changed()
+
+    def _on_word(self, word: EngineWord) -> None:
+        match word:
+            case Stored():
+                self.mirror.apply(_stored(word))
+            case Removed(ids):
+                self.mirror.apply(kv_events.Removed(ids, MEDIUM, 0))
+            case _ if self.pool is not None:
+                self.pool.hear(word)
+
+    def _on_lost(self) -> None:
+        self._end()
+        self._changed()
+
+    def _end(self) -> None:
+        if self.pool is not None:
+            self.pool.end()
+            self.pool = None
+        self.mirror.clear()
+
+
+def _stored(word: Stored) -> kv_events.Stored:
+    salt, adapter = word.root or ("", "")
+    return kv_events.Stored(
+        hashes=[word.id],
+        parent=None if word.root is not None else word.parent,
+        token_ids=word.tokens,
+        block_tokens=len(word.tokens) // 4,
+        medium=MEDIUM,
+        adapter=adapter.partition("\0")[0],
+        salt=salt,
+        keys=[None],
+        group=0,
+        attention="",
+    )
