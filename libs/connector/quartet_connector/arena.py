@@ -242,4 +242,4 @@ class Arena:
 
 
 def _stored(page: Page) -> Stored:
-    return Stored(page.id, page.parent, page.tokens, tuple(page.root) if page.root is not None else None)
+    return Stored(page.id, page.parent, page.tokens, (page.root.salt, page.root.adapter) if page.root else None)

@@ -1,8 +1,8 @@
 """Content ids: one 64-bit name for a full block behind all blocks before it, the same on every engine and agent.
 
-A chain begins with what keeps prompts apart that must share nothing, a ``Root``; each block's id is the first 8 bytes
-of the BLAKE2b of the id before it and its tokens (little-endian u32). Ids find pages; whether a page is the right one is
-told by its tokens, which it carries, so that equal ids of unlike prompts do no harm.
+A chain begins with what keeps prompts apart that must share nothing, a ``Root``; each block's id is a BLAKE2b of 8
+bytes of the id before it and its tokens (little-endian u32). Ids find pages; whether a page is the right one is told by
+its tokens, which it carries, so that equal ids of unlike prompts do no harm.
 """
 
 import struct

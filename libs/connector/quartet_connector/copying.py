@@ -1,4 +1,4 @@
-"""The worker's side of pages: bytes between an engine's KV caches and the arena. All of it is done when a call returns."""
+"""The worker's side of pages: bytes between an engine's KV caches and the arena, copied when a call returns."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""The engine's side of the socket: an arena's memory, and a thread that listens for an agent. It never makes anybody wait.
+"""The engine's side of the socket: an arena's memory, and a thread that listens for an agent and keeps nobody waiting.
 
 The memory is anonymous (memfd), so that nothing is left of it when the engine ends, however it ends. Agents get it as a
 file descriptor; the engine's own workers, which are processes of the same host, open it below ``/proc``.
@@ -13,7 +13,7 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -21,11 +21,11 @@ from quartet_connector.words import AgentWord, BadFrame, EngineWord, Frames, Wel
 
 _READ_BYTES = 1 << 16
 _MOST_WAITING_BYTES = 256 << 20
-"""What an agent may leave unread: one that reads nothing is hung up on, and hears everything anew when it comes again."""
+"""What an agent may leave unread: one that reads nothing is hung up on, and hears it all anew when it comes again."""
 
 
 class ArenaMemory:
-    """``size_bytes`` of shared memory. ``path`` is where the engine's workers find it. Raises ``OSError`` without room."""
+    """Shared memory. ``path`` is where the engine's workers find it. Raises ``OSError`` when there is no room."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -121,10 +121,11 @@ class PageHost:
                 if self._listener in events:
                     with contextlib.suppress(OSError):
                         newcomer, _ = self._listener.accept()
-                        connection = self._leave(selector, connection)
+                        self._leave(selector, connection)
                         connection = self._meet(selector, newcomer)
                 if connection is not None and not self._serve(selector, connection, events):
-                    connection = self._leave(selector, connection)
+                    self._leave(selector, connection)
+                    connection = None
             self._leave(selector, connection)
         self._listener.close()
 
@@ -146,9 +147,7 @@ class PageHost:
             self._greeted = False
             self._agent.gone()
 
-    def _serve(
-        self, selector: selectors.BaseSelector, connection: "_Connection", events: dict[object, int]
-    ) -> bool:
+    def _serve(self, selector: selectors.BaseSelector, connection: "_Connection", events: dict[Any, int]) -> bool:
         """Read and write what can be; False when the connection is over."""
         assert self._agent is not None
         try:

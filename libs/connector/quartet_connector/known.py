@@ -14,9 +14,9 @@ _MOST_RETURNS = 1024
 
 
 class Block:
-    """One block: its content, the engine's ``hash`` of it, and its use. ``depth`` counts blocks before it."""
+    """One block: its content, the engine's ``hash`` of it, and its use."""
 
-    __slots__ = ("children", "depth", "hash", "id", "parent", "root", "tokens", "used_ms", "uses")
+    __slots__ = ("children", "hash", "id", "parent", "root", "tokens", "used_ms", "uses")
 
     def __init__(self, id_: int, parent: "Block | None", hash_: bytes, tokens: bytes, root: Root | None) -> None:
         self.id = id_
@@ -24,7 +24,6 @@ class Block:
         self.hash = hash_
         self.tokens = tokens
         self.root = root
-        self.depth = parent.depth + 1 if parent is not None else 0
         self.children = 0
         self.used_ms = 0.0
         self.uses = 0

@@ -269,9 +269,7 @@ class PageScheduler:
             if request.root is not None and pages.can_root(request.root):
                 full = min(computed_tokens // self._layout.block_tokens, len(request.hashes))
                 content = self._content(request, full)
-                self._known.see(
-                    request.root, content.ids[:full], content.blocks, request.hashes, self._now_ms()
-                )
+                self._known.see(request.root, content.ids[:full], content.blocks, request.hashes, self._now_ms())
             self._chains.pop(request.id, None)
 
     # The agent's side
@@ -345,9 +343,7 @@ class PageScheduler:
         if page is None:
             return None
         layout = self._layout
-        head = pages.encode(
-            self._fingerprint, parent, block.tokens, block.root, layout.kv_bytes, layout.block_tokens
-        )
+        head = pages.encode(self._fingerprint, parent, block.tokens, block.root, layout.kv_bytes, layout.block_tokens)
         start = page.slot * layout.slot_bytes
         self._memory[start : start + len(head)] = head
         self._engine.hold([number])
@@ -457,7 +453,11 @@ class PageScheduler:
             if block is None:
                 continue
             number = self._engine.find(block.hash)
-            if block.children or block.used_ms > pinned.since_ms or (number is not None and not self._engine.idle(number)):
+            if (
+                block.children
+                or block.used_ms > pinned.since_ms
+                or (number is not None and not self._engine.idle(number))
+            ):
                 break
             if number is not None:
                 self._engine.evict(number)

@@ -253,9 +253,7 @@ class VllmBlocks:
 
     def next_evicted(self, limit: int) -> list[bytes]:
         """As ``EngineBlocks.next_evicted``."""
-        return [
-            _hash_of(block.block_hash) for block in islice(self._queue(), limit) if block.block_hash is not None
-        ]
+        return [_hash_of(block.block_hash) for block in islice(self._queue(), limit) if block.block_hash is not None]
 
     def _queue(self) -> Iterable[Any]:
         queue = self._pool.free_block_queue
@@ -283,4 +281,3 @@ def _request(request: Any) -> Request:
         adapter = f"{lora.lora_name}\0{lora.lora_path}" if lora is not None else ""
         root = Root(request.cache_salt or "", adapter)
     return Request(request.request_id, root, request.all_token_ids, request.block_hashes)
-

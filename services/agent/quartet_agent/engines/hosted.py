@@ -22,7 +22,16 @@ from quartet_sim.engine import SimulatedEngine
 
 _CAPABILITIES = (EXPORT, IMPORT, RESERVE)
 
-_SERVERS_ONLY = ("url", "served_model", "api_key", "api_key_file", "kv_replay", "kv_connector", "kv_pages", "adapter_paths")
+_SERVERS_ONLY = (
+    "url",
+    "served_model",
+    "api_key",
+    "api_key_file",
+    "kv_replay",
+    "kv_connector",
+    "kv_pages",
+    "adapter_paths",
+)
 """Keys that mean nothing to a simulated engine."""
 
 

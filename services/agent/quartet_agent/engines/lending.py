@@ -103,9 +103,7 @@ def of_pages(event: EngineEvent, kept_tokens: int) -> EngineEvent:
     if isinstance(event, Finished) and kept_tokens:
         came = min(kept_tokens, event.usage.cached_tokens)
         cached = event.usage.cached_tokens - came
-        return Finished(
-            event.job, msgspec.structs.replace(event.usage, transferred_tokens=came, cached_tokens=cached)
-        )
+        return Finished(event.job, msgspec.structs.replace(event.usage, transferred_tokens=came, cached_tokens=cached))
     if isinstance(event, FirstToken) and kept_tokens:
         return msgspec.structs.replace(event, transferred_tokens=kept_tokens)
     return event

@@ -87,10 +87,10 @@ class PageLine:
     async def _first(self, sock: socket.socket) -> tuple[bytes, mmap.mmap]:
         """The first bytes, and the memory that comes with them."""
         loop = asyncio.get_running_loop()
-        readable = loop.create_future()
-        loop.add_reader(sock, lambda: readable.done() or readable.set_result(None))
+        readable = asyncio.Event()
+        loop.add_reader(sock, readable.set)
         try:
-            await readable
+            await readable.wait()
         finally:
             loop.remove_reader(sock)
         data, descriptors, _, _ = socket.recv_fds(sock, _READ_BYTES, 1)

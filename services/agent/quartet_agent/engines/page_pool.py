@@ -267,9 +267,9 @@ class ServedPages:
     def coldest(self, limit: int, least_tokens: int = 0) -> list[ColdPrefix]:
         """As ``PagePool.coldest``; what the engine said at its last step, less what is pinned since."""
         pinned = {pin.ids[-1] for pin in self._pins.values()}
-        return [
-            cold for prefix, cold in self._cold.items() if prefix not in pinned and cold.tokens >= least_tokens
-        ][:limit]
+        return [cold for prefix, cold in self._cold.items() if prefix not in pinned and cold.tokens >= least_tokens][
+            :limit
+        ]
 
     def drain_reuse(self) -> tuple[list[float], list[float]]:
         """As ``PagePool.drain_reuse``; what was evicted the engine does not tell."""

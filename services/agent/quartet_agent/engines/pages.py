@@ -15,9 +15,7 @@ MEDIUM = "PAGES"
 class EnginePages:
     """Of one engine. ``changed`` is called when there are pages, or none any more; ``nudge`` as ``ServedPages``."""
 
-    def __init__(
-        self, path: str, salt_of: SaltOf, changed: Callable[[], None], nudge: Callable[[], None]
-    ) -> None:
+    def __init__(self, path: str, salt_of: SaltOf, changed: Callable[[], None], nudge: Callable[[], None]) -> None:
         self.pool: ServedPages | None = None
         """The pool, while there is a line."""
         self.mirror = BlockMirror(salt_of)

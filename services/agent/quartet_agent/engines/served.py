@@ -268,7 +268,7 @@ class ServedAdapter(EngineAdapter):
 
     def _on_pages(self) -> None:
         """There are pages now, or none any more."""
-        self._log.info("engine pages", url=self._section.url, there=self._pages is not None and self._pages.pool is not None)
+        self._log.info("engine pages", url=self._section.url, there=self._pages is not None and bool(self._pages.pool))
         self._life = self._with_pages(self._life)
         if self._life.up:
             self._changed()
