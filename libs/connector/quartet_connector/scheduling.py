@@ -495,7 +495,7 @@ class PageScheduler:
         self._arena.touch(kept)
         self._arena.unpin(kept)
         self._fill.kept += len(kept)
-        self._say([*self._arena.drain(), Kept(word.transfer, len(kept), refused)])
+        self._say([*self._arena.drain(), Kept(word.transfer, len(kept), refused), self._current()])
 
     # Inside: what the agent hears
 

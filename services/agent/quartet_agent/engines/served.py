@@ -55,8 +55,8 @@ _DISCHARGES = 4
 _DISCHARGE_MS = 20_000.0
 _LOAD_ADAPTER_MS = 60_000.0
 
-PAGES = (EXPORT, IMPORT, RESERVE, PAGE)
-"""What an engine with our connector can do."""
+MOVES = (EXPORT, IMPORT, RESERVE)
+"""What an engine with our connector can do, and PAGE where there is a pool."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -72,7 +72,8 @@ class Log(Protocol):
 class ServedAdapter(EngineAdapter):
     """Drives one server. ``kv_tokens`` is what is taken for the size of its KV memory until it says better.
 
-    ``congested`` says whether the bus has more to send than it should: then no stream is read on.
+    ``congested`` says whether the bus has more to send than it should: then no stream is read on. ``paging``: its pages
+    belong to the virtual VRAM pool.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class ServedAdapter(EngineAdapter):
         now_ms: Callable[[], float],
         congested: Callable[[], bool],
         log: Log,
+        *,
+        paging: bool = False,
     ) -> None:
         self._section = section
         self._model = model
@@ -92,6 +95,7 @@ class ServedAdapter(EngineAdapter):
         self._now_ms = now_ms
         self._congested = congested
         self._log = log
+        self._paging = paging
         self._served = section.served_model or section.model
         self._server = EngineServer(section)
         self._watch = Watch(section, dialect, self._server, self._on_up, self._on_lost, self._on_looked, self._on_away)
@@ -183,8 +187,9 @@ class ServedAdapter(EngineAdapter):
 
     @property
     def pages(self) -> PagePool | None:
-        """As ``EngineAdapter.pages``."""
-        return self._pool
+        """As ``EngineAdapter.pages``; from when the engine told how full it is."""
+        pool = self._pool
+        return pool if pool is not None and pool.fill().total_blocks else None
 
     @property
     def handshake(self) -> str:
@@ -260,7 +265,7 @@ class ServedAdapter(EngineAdapter):
             return msgspec.structs.replace(life, capabilities=(), kv_bytes_per_token=0, kv_layout="")
         layout = pool.layout
         return msgspec.structs.replace(
-            life, capabilities=PAGES, kv_bytes_per_token=layout.kv_bytes // layout.block_tokens,
+            life, capabilities=(*MOVES, PAGE) if self._paging else MOVES, kv_bytes_per_token=layout.kv_bytes // layout.block_tokens,
             kv_layout=f"{layout.fingerprint:016x}",
         )  # fmt: skip
 
