@@ -65,7 +65,8 @@ def host_workers(
                 _check_server(section, key)
                 adapter = ServedAdapter(
                     section, config.models[section.model], DIALECTS[section.kind],
-                    _profile(config, catalogue, section), facts.kv_tokens, now_ms, congested, log, paging=config.kv.pool,
+                    _profile(config, catalogue, section), facts.kv_tokens, now_ms, congested, log,
+                    paging=config.kv.pool,
                 )  # fmt: skip
             incarnation = random.randrange(1, 1 << 16)
             workers.append(HostedWorker(node, len(workers), incarnation, facts, adapter, Role(section.role)))

@@ -7,7 +7,8 @@ is granted ahead, so that a lease is answered at once.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import takewhile
 
 from quartet_agent.engines.base import BlocksFenced, PoolCounts, PoolFill
 from quartet_agent.kv.mover import Buffer
@@ -70,8 +71,11 @@ class _Pin:
 
 
 class ServedPages:
-    """Pages of one life of one engine. ``say`` takes words for its connector. ``nudge`` has an idle engine make a step,
-    which it does not by itself."""
+    """Pages of one life of one engine.
+
+    ``say`` takes words for its connector. ``nudge`` has an idle engine make a step, which it does not by itself.
+    ``there`` are the ids of all pages in its arena.
+    """
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class ServedPages:
         loop: asyncio.AbstractEventLoop,
         say: Callable[[AgentWord], None],
         nudge: Callable[[], None],
+        there: Container[int],
     ) -> None:
         self.layout = layout
         self.refused = ""
@@ -91,6 +96,7 @@ class ServedPages:
         self._loop = loop
         self._say = say
         self._nudge = nudge
+        self._there = there
         self._alive = True
         self._granted: deque[int] = deque()
         self._arrivals: dict[str, _Arrival] = {}
@@ -283,6 +289,10 @@ class ServedPages:
             return None
         self.pin(transfer, ids, idle=True)
         return PageManifest(tuple(ids), (), cold.idle_ms, cold.uses)
+
+    def held(self, manifest: PageManifest) -> int:
+        """As ``PagePool.held``: what is in the arena."""
+        return sum(1 for _ in takewhile(self._there.__contains__, manifest.contents)) * self.block_tokens
 
     def keep_pages(self, transfer: str, manifest: PageManifest) -> int:
         """As ``PagePool.keep_pages``: they were the engine's with their commit, each as its header says."""

@@ -20,6 +20,7 @@ class EnginePages:
         """The pool, while there is a line."""
         self.mirror = BlockMirror(salt_of)
         """What is in the arena, for affinity: a request that comes here finds it."""
+        self._ids: set[int] = set()
         self._changed = changed
         self._nudge = nudge
         self._line = PageLine(path, self._on_welcome, self._on_word, self._on_lost)
@@ -41,14 +42,16 @@ class EnginePages:
         self._end()
         assert welcome.layout is not None  # the line looks
         loop = asyncio.get_running_loop()
-        self.pool = ServedPages(welcome.layout, welcome.slots, memory, loop, self._line.say, self._nudge)
+        self.pool = ServedPages(welcome.layout, welcome.slots, memory, loop, self._line.say, self._nudge, self._ids)
         self._changed()
 
     def _on_word(self, word: EngineWord) -> None:
         match word:
             case Stored():
+                self._ids.add(word.id)
                 self.mirror.apply(_stored(word))
             case Removed(ids):
+                self._ids.difference_update(ids)
                 self.mirror.apply(kv_events.Removed(ids, MEDIUM, 0))
             case _ if self.pool is not None:
                 self.pool.hear(word)
@@ -61,6 +64,7 @@ class EnginePages:
         if self.pool is not None:
             self.pool.end()
             self.pool = None
+        self._ids.clear()
         self.mirror.clear()
 
 

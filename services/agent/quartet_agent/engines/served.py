@@ -265,9 +265,11 @@ class ServedAdapter(EngineAdapter):
             return msgspec.structs.replace(life, capabilities=(), kv_bytes_per_token=0, kv_layout="")
         layout = pool.layout
         return msgspec.structs.replace(
-            life, capabilities=(*MOVES, PAGE) if self._paging else MOVES, kv_bytes_per_token=layout.kv_bytes // layout.block_tokens,
+            life,
+            capabilities=(*MOVES, PAGE) if self._paging else MOVES,
+            kv_bytes_per_token=layout.kv_bytes // layout.block_tokens,
             kv_layout=f"{layout.fingerprint:016x}",
-        )  # fmt: skip
+        )
 
     # What its connector tells
 

@@ -126,6 +126,9 @@ class StoreMemory:
             return True
         return False
 
+    async def ready(self, transfer: str) -> None:
+        """As ``KvPool.ready``: what is here can be read."""
+
     def export(self, transfer: str) -> Iterator[bytes]:
         """As ``KvPool.export``, of what is lent, or of a page that is pinned."""
         blocks = self._lent.get(transfer) or self._pages.pinned(transfer)
