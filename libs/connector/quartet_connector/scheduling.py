@@ -6,7 +6,7 @@ scheduler's alone, in ``step``. Nothing here waits for the agent.
 """
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -60,8 +60,8 @@ class EngineBlocks(Protocol):
         """The number of the cached block that the engine calls so."""
         ...
 
-    def idle(self, block: int) -> bool:
-        """Whether nobody uses a block."""
+    def users(self, block: int) -> int:
+        """How many use a block, each ``hold`` among them."""
         ...
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -129,7 +129,10 @@ class _Pinned:
 
 
 class PageScheduler:
-    """Pages of one engine. ``memory`` is the arena's; ``tell`` takes what the agent shall hear, and never waits."""
+    """Pages of one engine. ``memory`` is the arena's; ``tell`` takes what the agent shall hear, and never waits.
+
+    ``ahead``: what stands in so many of the blocks that are given out next is saved before; 0: nothing is.
+    """
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class PageScheduler:
         now_ms: Callable[[], float],
         tell: Callable[[Sequence[EngineWord]], None],
         *,
-        spill: bool = True,
+        ahead: int = 64,
     ) -> None:
         self._layout = layout
         self._fingerprint = layout.fingerprint
@@ -150,7 +153,7 @@ class PageScheduler:
         self._life = life
         self._now_ms = now_ms
         self._say = tell
-        self._spill = spill
+        self._ahead = ahead
         self._lock = threading.Lock()
         self._arena = Arena(slots)
         self._known = Known(2 * blocks.total + slots)
@@ -160,6 +163,7 @@ class PageScheduler:
         self._loads: list[tuple[int, int]] = []
         self._loading: list[Page] = []
         self._jobs: dict[int, _Job] = {}
+        self._held: Counter[int] = Counter()
         self._last_job = 0
         self._pins: dict[str, _Pinned] = {}
         self._queued: list[Pin | Drop] = []
@@ -227,7 +231,7 @@ class PageScheduler:
                     self._drop(word)
                 else:
                     self._pin(word, job, saves)
-            if self._spill and not self.off:
+            if self._ahead and not self.off:
                 self._save_ahead(job, saves)
             self._last_job += 1
             if loads or saves:
@@ -243,6 +247,7 @@ class PageScheduler:
             if job is None:
                 return
             self._engine.let_go(list(reversed(job.held)))
+            self._held -= Counter(job.held)
             self._arena.unpin(job.loading)
             if failed:
                 self.off = self.off or failed
@@ -347,6 +352,7 @@ class PageScheduler:
         start = page.slot * layout.slot_bytes
         self._memory[start : start + len(head)] = head
         self._engine.hold([number])
+        self._held[number] += 1
         job.held.append(number)
         job.saving.append(page)
         saves.append((number, page.slot))
@@ -355,7 +361,7 @@ class PageScheduler:
     def _save_ahead(self, job: _Job, saves: list[tuple[int, int]]) -> None:
         """Save what the engine evicts next, with all that is before it."""
         left = SPILL_BLOCKS - len(saves)
-        for hash_ in self._engine.next_evicted(SPILL_BLOCKS):
+        for hash_ in self._engine.next_evicted(self._ahead):
             end = self._known.by_hash(hash_)
             if end is None or self._arena.get(end.id) is not None:
                 continue
@@ -406,7 +412,7 @@ class PageScheduler:
             found.append(page)
             if not page.ready:
                 waiting.add(id_)
-            if word.idle and index == len(word.ids) - 1 and number is not None and not self._unused(number, job):
+            if word.idle and index == len(word.ids) - 1 and number is not None and not self._unused(number):
                 reason = "in use"
         if reason:
             # what was claimed for it is saved all the same: it is on its way
@@ -417,8 +423,9 @@ class PageScheduler:
         if not waiting:
             self._say([Pinned(word.transfer, [page.slot for page in found])])
 
-    def _unused(self, number: int, job: _Job) -> bool:
-        return number in job.held or self._engine.idle(number)
+    def _unused(self, number: int) -> bool:
+        """Whether nobody but a copy that is under way uses a block."""
+        return self._engine.users(number) == self._held[number]
 
     def _is_ready(self, id_: int) -> None:
         for transfer, pinned in self._pins.items():
@@ -453,11 +460,7 @@ class PageScheduler:
             if block is None:
                 continue
             number = self._engine.find(block.hash)
-            if (
-                block.children
-                or block.used_ms > pinned.since_ms
-                or (number is not None and not self._engine.idle(number))
-            ):
+            if block.children or block.used_ms > pinned.since_ms or (number is not None and not self._unused(number)):
                 break
             if number is not None:
                 self._engine.evict(number)
@@ -523,7 +526,7 @@ class PageScheduler:
                 self._known.forget(end)
                 continue
             blocks = self._known.chain(end.id)
-            if not self._engine.idle(number) or any(self._engine.find(block.hash) is None for block in blocks):
+            if not self._unused(number) or any(self._engine.find(block.hash) is None for block in blocks):
                 continue
             tokens = len(blocks) * self._layout.block_tokens
             found.append(Cold([block.id for block in blocks], tokens, now_ms - end.used_ms, end.uses))

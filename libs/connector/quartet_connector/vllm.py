@@ -31,6 +31,7 @@ from quartet_connector.scheduling import Copies, PageScheduler, Request
 log = logging.getLogger("vllm.quartet_connector")
 
 DEFAULT_ARENA_BYTES = 4 << 30
+_MOST_AHEAD = 1024
 
 
 class PageCopies(KVConnectorMetadata):
@@ -94,7 +95,7 @@ class QuartetConnector(KVConnectorBase_V1, SupportsHMA):
             host = PageHost(path, memory.fd)
             pages = PageScheduler(
                 layout, slots, memory.view, VllmBlocks(gpu_block_pool), uuid.uuid4().hex,
-                lambda: time.monotonic() * 1e3, host.tell, spill=bool(extra.get("spill", True)),
+                lambda: time.monotonic() * 1e3, host.tell, ahead=self._ahead() if extra.get("spill", True) else 0,
             )  # fmt: skip
             host.start(pages)
         except (OSError, NoPages) as error:
@@ -102,6 +103,12 @@ class QuartetConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._memory, self._host, self._pages = memory, host, pages
         log.info("Quartet pages: %d slots of %d bytes, agent at %s", slots, layout.slot_bytes, path)
+
+    def _ahead(self) -> int:
+        """Blocks to look ahead at: what two steps can take."""
+        assert self._layout is not None
+        most = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
+        return min(_MOST_AHEAD, 2 * most // self._layout.block_tokens + 1)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """As the base has it. Pages are loaded within the step, so never asynchronously."""
@@ -233,9 +240,9 @@ class VllmBlocks:
         found = self._pool.get_cached_block(hash_, [0])
         return int(found[0].block_id) if found else None
 
-    def idle(self, block: int) -> bool:
-        """As ``EngineBlocks.idle``."""
-        return not self._pool.blocks[block].ref_cnt
+    def users(self, block: int) -> int:
+        """As ``EngineBlocks.users``."""
+        return int(self._pool.blocks[block].ref_cnt)
 
     def hold(self, blocks: Sequence[int]) -> None:
         """As ``EngineBlocks.hold``."""
