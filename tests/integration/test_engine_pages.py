@@ -233,6 +233,28 @@ async def test_copies_that_fail_turn_pages_off_and_the_engine_goes_on(sockets):
         assert one.adapter.life.capabilities == ()
 
 
+async def test_after_new_weights_no_old_page_is_used_or_given_away(sockets):
+    async with PagedEngine(sockets[0], blocks=8) as a, PagedEngine(sockets[1]) as b, bench(a) as one, bench(b) as two:
+        source, target = await paged(one), await paged(two)
+        for seed in range(3):
+            await ask(one, prompt(seed, 200))
+        await until(lambda: source.coldest(1, 1))
+        source.pin_pages("t", source.coldest(1, 1)[0].prefix)
+        before = one.adapter.life.kv_layout
+        assert a.pages.reset()
+        a.blocks.__init__(8)
+        await until(lambda: one.adapter.life.kv_layout != before and one.adapter.pages is not None)
+        with pytest.raises(BlocksFenced):
+            await source.ready("t")
+        assert (await ask(one, prompt(0, 200))).cached_tokens == 0
+        source = one.adapter.pages
+        await until(lambda: source.coldest(1, 1))
+        source.pin_pages("u", source.coldest(1, 1)[0].prefix)
+        with pytest.raises(BlocksFenced, match="layout"):
+            await move(source, target, "u", 192)
+        assert a.wrong == 0
+
+
 async def test_without_a_connector_an_engine_is_as_any_other(sockets, tmp_path):
     async with PagedEngine(sockets[0]) as engine, Bench(engine, kv_pages=str(tmp_path / "none.sock")) as one:
         await one.up()

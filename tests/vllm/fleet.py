@@ -62,7 +62,8 @@ class Vllm:
         self.log = logs / f"vllm-{name}.log"
         self._command = [
             str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "tiny"),
-            "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port), "--max-model-len", "1024",
+            "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port),
+            "--max-model-len", "1024" if pages is None else "2048",
             "--max-num-seqs", "8", "--max-num-batched-tokens", "1024", "--block-size", "32", "--dtype", "bfloat16",
             "--enforce-eager", "--enable-prefix-caching", "--kv-cache-memory-bytes", str(64 << 20),
             "--enable-prompt-tokens-details", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8",

@@ -17,6 +17,7 @@ from served_fleet import Quartet
 from vllm.fleet import READY_S, Vllm
 
 from quartet_bus import subjects
+from quartet_bus.bus import BusError
 from quartet_bus.config.schema import NatsSection
 from quartet_bus.messages import ControlRequest, Phase, RequestEvent, Role
 from quartet_bus.nats_bus import NatsBus
@@ -98,11 +99,12 @@ class Scene:
 
     async def until_routed(self):
         """Until the router knows both workers to be up, and a coordinator, without which nothing is split."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(2 * PATIENCE_S):
             while True:
-                told = await self.control("router", "_all", "status")
-                if told["up"] == 2 and told["coordinator"]:
-                    return
+                with contextlib.suppress(BusError):
+                    told = await self.control("router", "_all", "status")
+                    if told["up"] == 2 and told["coordinator"]:
+                        return
                 await asyncio.sleep(0.1)
 
     async def roles(self, a, b):
@@ -143,38 +145,44 @@ def prompt_of(seed, tokens):
 
 
 @contextlib.asynccontextmanager
-async def standing(directory: Path, servers: dict[str, Vllm], agents: dict[str, str], *, kv: str = ""):
-    """The servers, and a fleet before them, until both are up and known; ended afterwards, however that goes."""
+async def served(servers: dict[str, Vllm]):
+    """The servers, up; ended afterwards, however that goes."""
     if reason := why_not():
         pytest.skip(f"vLLM is not installed: {reason}")
     started_s = time.monotonic()
     try:
         for server in servers.values():
             server.start()
-        async with NatsServer(directory) as broker:
-            bus = NatsBus(NatsSection(url=broker.url), name="test")
-            await bus.open()
-            quartet = Quartet(directory, broker.url, agents, kv=kv)
-            try:
-                for server in servers.values():
-                    await server.ready(started_s + READY_S)
-                print(f"both vLLM servers up after {time.monotonic() - started_s:.0f} s")
-                quartet.start()
-                scene = Scene(servers, quartet, bus)
-                scene.url = broker.url
-                decode = msgspec.msgpack.Decoder(RequestEvent).decode
-                await bus.subscribe(
-                    subjects.request_events().subject, lambda message: scene.events.append(decode(message.data))
-                )
-                await scene.until(lambda: [engine["up"] for engine in scene.doctor().values()] == [True, True])
-                await scene.until_routed()
-                yield scene
-                await scene.client.close()
-            finally:
-                quartet.stop()
-                await bus.close()
-                if os.environ.get("QUARTET_VLLM_LOGS"):
-                    print(quartet.logs())
+        for server in servers.values():
+            await server.ready(started_s + READY_S)
+        print(f"both vLLM servers up after {time.monotonic() - started_s:.0f} s")
+        yield servers
     finally:
         for server in servers.values():
             server.stop()
+
+
+@contextlib.asynccontextmanager
+async def fleet(directory: Path, servers: dict[str, Vllm], agents: dict[str, str], *, kv: str = ""):
+    """A fleet before servers that are up, until its router knows both; ended afterwards."""
+    directory.mkdir(exist_ok=True)  # noqa: ASYNC240 - a test's own folder
+    async with NatsServer(directory) as broker:
+        bus = NatsBus(NatsSection(url=broker.url), name="test")
+        await bus.open()
+        quartet = Quartet(directory, broker.url, agents, kv=kv)
+        try:
+            quartet.start()
+            scene = Scene(servers, quartet, bus)
+            scene.url = broker.url
+            decode = msgspec.msgpack.Decoder(RequestEvent).decode
+            await bus.subscribe(
+                subjects.request_events().subject, lambda message: scene.events.append(decode(message.data))
+            )
+            await scene.until_routed()
+            yield scene
+            await scene.client.close()
+        finally:
+            quartet.stop()
+            await bus.close()
+            if os.environ.get("QUARTET_VLLM_LOGS"):
+                print(quartet.logs())

@@ -1,6 +1,7 @@
-"""KV pages of two real vLLM servers with our connector: paged out, lent, split, spilled, and right every time.
+"""KV pages of two real vLLM servers with our connector: spilled, lent, split, paged out, and right every time.
 
-The servers are shared, and the tests go in this order; the last ones kill an agent and a server.
+The servers are shared, and the tests go in this order: first before a fleet without a pool, then before one with. The
+last ones kill an agent and a server.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import time
 import pytest
 import pytest_asyncio
 from vllm.fleet import Vllm, agents
-from vllm.scene import HOME, PYTHON, make_model, standing
+from vllm.scene import HOME, PATIENCE_S, PYTHON, fleet, make_model, served
 
 from quartet_bus.messages import Phase, Role
 
@@ -21,8 +22,8 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-BLOCKS = 96
-"""Of A, each of 32 tokens: it is full after nine prompts of 320."""
+BLOCKS = 160
+"""Of A, each of 32 tokens: it is full after sixteen prompts of 320."""
 
 POOL = """
 pool = true
@@ -42,27 +43,67 @@ def new_prompt(tokens):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def scene(tmp_path_factory):
+async def two(tmp_path_factory):
+    """The servers, and the directory where all is."""
     directory = tmp_path_factory.mktemp("pages")
     make_model(directory)
     servers = {
         "a": Vllm(PYTHON, directory, directory, "a", pages=directory / "a.sock", blocks=BLOCKS),
         "b": Vllm(PYTHON, directory, directory, "b", pages=directory / "b.sock"),
     }
-    async with standing(directory, servers, agents(servers, directory), kv=POOL) as scene:
+    async with served(servers):
+        yield directory, servers
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def plain(two):
+    """A fleet without a pool; it makes way for the one with."""
+    directory, servers = two
+    stood = fleet(directory / "plain", servers, agents(servers, directory))
+    scene = await stood.__aenter__()
+    there = [stood]
+
+    async def leave():
+        while there:
+            await there.pop().__aexit__(None, None, None)
+
+    scene.leave = leave
+    yield scene
+    await leave()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scene(two, plain):
+    """A fleet with the pool on, whose agents come to connectors that others spoke with before."""
+    directory, servers = two
+    await plain.leave()
+    async with fleet(directory / "pool", servers, agents(servers, directory), kv=POOL) as scene:
         yield scene
 
 
-def pages(scene, name):
+async def pages(scene, name):
     """What the agent beside a server says of its pages."""
-    return scene.doctor()[f"{name}-0"]["pages"]
+    told = await scene.control("agent", name, "doctor")
+    return told["workers"][0]["engine"]["pages"]
+
+
+async def until(condition, patience_s=PATIENCE_S):
+    """Wait for something that must be asked for."""
+    async with asyncio.timeout(patience_s):
+        while not await condition():  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.1)
 
 
 async def settled(scene):
     """Until nothing is on its way between the two, and what they have is known to the router."""
+
+    async def idle():
+        told = [await pages(scene, name) for name in "ab"]
+        return not any(each[what] for each in told for what in ("pins", "leases"))
+
     for _ in range(2):
         await asyncio.sleep(1.5)
-        await scene.until(lambda: not any(pages(scene, name)[what] for name in "ab" for what in ("pins", "leases")))
+        await until(idle)
 
 
 async def fresh(scene, prompt, *, tokens=16):
@@ -76,26 +117,83 @@ def ended(events):
     return end
 
 
-async def test_the_coordinator_pages_cold_prefixes_out_and_their_next_turn_finds_them(scene):
-    assert all(engine["pages"] for engine in scene.doctor().values())
-    before = {name: pages(scene, name) for name in "ab"}
+EXTERNAL = "vllm:external_prefix_cache_hits_total"
+
+
+async def test_what_the_engine_evicted_comes_back_from_its_arena(plain):
+    scene, a = plain, plain.servers["a"]
+    prompts = [new_prompt(320) for _ in range(18)]
+    expected = [await scene.straight(a, prompt) for prompt in prompts]
+    hits = await a.metric(EXTERNAL)
+    assert [await scene.straight(a, prompt) for prompt in prompts] == expected
+    hits = await a.metric(EXTERNAL) - hits
+    told = await pages(scene, "a")
+    print(f"of {len(prompts) * 320} tokens {hits:.0f} came from the arena: {told}")
+    assert hits >= 8 * 288
+    assert expected[0] == await fresh(scene, prompts[0])
+    assert told["failed_loads"] == 0
+
+
+async def test_a_split_goes_by_pages_and_gives_the_same_text(plain):
+    scene = plain
+    await scene.roles("prefill", "decode")
+    try:
+        for tokens in (320, 387):
+            prompt = new_prompt(tokens)
+            answer, events = await scene.ask(prompt)
+            ends = {event.worker: event for event in events if event.phase is Phase.END}
+            told = {worker: (end.status, end.reason) for worker, end in ends.items()}
+            assert told == {"a-0": ("ok", ""), "b-0": ("ok", "")}
+            assert ends["b-0"].transferred_tokens >= tokens - 32
+            assert answer.choices[0].text == await fresh(scene, prompt)
+    finally:
+        await scene.roles("both", "both")
+
+
+async def test_a_prefix_is_fetched_from_an_engine_that_is_busy(plain):
+    scene, b = plain, plain.servers["b"]
     await scene.order("b", "drain")
     await asyncio.sleep(0.5)
-    prompts = [new_prompt(320) for _ in range(8)]
+    shared = new_prompt(1472)
+    _, events = await scene.ask(shared)
+    assert ended(events).worker == "a-0"
+    busy = [asyncio.create_task(scene.ask(new_prompt(20), tokens=300)) for _ in range(8)]
+    await scene.until_metric(scene.servers["a"], "vllm:num_requests_running", lambda running: running == 8)
+    await scene.order("b", "resume")
+    await asyncio.sleep(1.0)
+    hits = await b.metric(EXTERNAL)
+    turn = shared + new_prompt(40)
+    answer, events = await scene.ask(turn)
+    end = ended(events)
+    print(f"answered by {end.worker}, {end.cached_tokens} cached there, {end.transferred_tokens} came")
+    assert answer.choices[0].text == await fresh(scene, turn)
+    assert end.worker == "b-0"
+    assert end.transferred_tokens >= 1408
+    assert await b.metric(EXTERNAL) - hits >= 1408
+    for each in busy:
+        await each
+
+
+async def test_the_coordinator_pages_cold_prefixes_out_and_their_next_turn_finds_them(scene):
+    before = {name: await pages(scene, name) for name in "ab"}
+    assert all(before.values())
+    await scene.order("b", "drain")
+    await asyncio.sleep(0.5)
+    prompts = [new_prompt(320) for _ in range(12)]
     for prompt in prompts:
         _, events = await scene.ask(prompt)
         assert ended(events).worker == "a-0"
 
-    def paged():
-        a, b = (pages(scene, name) for name in "ab")
+    async def paged():
+        a, b = await pages(scene, "a"), await pages(scene, "b")
         return b["kept"] - before["b"]["kept"] >= 30 and a["dropped"] - before["a"]["dropped"] >= 30
 
-    await scene.until(paged)
+    await until(paged)
     await settled(scene)
-    print("a", pages(scene, "a"), "b", pages(scene, "b"))
+    print("a", await pages(scene, "a"), "b", await pages(scene, "b"))
     await scene.order("b", "resume")
     await settled(scene)
-    hits = await scene.servers["b"].metric("vllm:external_prefix_cache_hits_total")
+    hits = await scene.servers["b"].metric(EXTERNAL)
     there = 0
     for prompt in prompts:
         turn = prompt + new_prompt(40)
@@ -105,7 +203,7 @@ async def test_the_coordinator_pages_cold_prefixes_out_and_their_next_turn_finds
         if end.worker == "b-0":
             there += 1
             assert end.cached_tokens == 320
-    hits = await scene.servers["b"].metric("vllm:external_prefix_cache_hits_total") - hits
+    hits = await scene.servers["b"].metric(EXTERNAL) - hits
     print(f"{there} of {len(prompts)} next turns ran on b, which took {hits:.0f} tokens from pages")
     assert there >= 3
     assert hits >= 320 * there

@@ -16,7 +16,7 @@ import openai
 import pytest
 import pytest_asyncio
 from vllm.fleet import Vllm, agents
-from vllm.scene import HOME, PYTHON, make_model, prompt_of, standing
+from vllm.scene import HOME, PYTHON, fleet, make_model, prompt_of, served
 
 from quartet_bus import subjects
 from quartet_bus.messages import Phase, PrefetchCommand, PrefetchVerb, Role
@@ -33,7 +33,7 @@ async def scene(tmp_path_factory):
     directory = tmp_path_factory.mktemp("vllm")
     make_model(directory)
     servers = {name: Vllm(PYTHON, directory, directory, name) for name in "ab"}
-    async with standing(directory, servers, agents(servers, directory)) as scene:
+    async with served(servers), fleet(directory / "fleet", servers, agents(servers, directory)) as scene:
         await scene.shake_hands()
         yield scene
 

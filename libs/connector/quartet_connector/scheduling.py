@@ -6,9 +6,12 @@ scheduler's alone, in ``step``. Nothing here waits for the agent.
 """
 
 import threading
+import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from quartet_connector import page as pages
 from quartet_connector.arena import Arena, Page
@@ -277,15 +280,30 @@ class PageScheduler:
                 self._known.see(request.root, content.ids[:full], content.blocks, request.hashes, self._now_ms())
             self._chains.pop(request.id, None)
 
+    def reset(self) -> bool:
+        """What is cached is void, since the weights are others; False while copies are under way.
+
+        Nobody knows the new weights by the files any more, so pages are exchanged with no other engine from now on.
+        """
+        with self._lock:
+            if self._jobs or self._loads:
+                return False
+            self._layout = msgspec.structs.replace(self._layout, weights=uuid.uuid4().hex)
+            self._fingerprint = self._layout.fingerprint
+            self._arena = Arena(self._arena.slots)
+            self._known.clear()
+            self._chains.clear()
+            self._matched.clear()
+            self._end_agent()
+            self._greet()
+            return True
+
     # The agent's side
 
     def hello(self) -> None:
         """An agent came: tell it all that it must know first, beginning with ``Welcome``."""
         with self._lock:
-            told: list[EngineWord] = [Welcome(PROTOCOL, self._life, self._layout, self._arena.slots, self.off)]
-            told += self._arena.stored()
-            self._arena.drain()
-            self._say([*told, self._current()])
+            self._greet()
 
     def gone(self) -> None:
         """The agent went: what it had ends."""
@@ -293,9 +311,7 @@ class PageScheduler:
             self._arena.revoke()
             for pinned in self._pins.values():
                 self._arena.unpin(pinned.pages)
-            self._pins.clear()
-            self._queued.clear()
-            self._coldest = 0
+            self._end_agent()
 
     def hear(self, word: AgentWord) -> None:
         """What the agent says."""
@@ -319,6 +335,17 @@ class PageScheduler:
                 case Drop():
                     self._queued.append(word)
             self._tell()
+
+    def _greet(self) -> None:
+        told: list[EngineWord] = [Welcome(PROTOCOL, self._life, self._layout, self._arena.slots, self.off)]
+        told += self._arena.stored()
+        self._arena.drain()
+        self._say([*told, self._current()])
+
+    def _end_agent(self) -> None:
+        self._pins.clear()
+        self._queued.clear()
+        self._coldest = 0
 
     # Inside: requests
 

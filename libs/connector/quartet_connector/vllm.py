@@ -147,6 +147,10 @@ class QuartetConnector(KVConnectorBase_V1, SupportsHMA):
         """As ``request_finished``."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
+    def reset_cache(self) -> bool | None:
+        """As the base has it: weights were changed in place, or somebody wants an empty cache."""
+        return self._pages.reset() if self._pages is not None else None
+
     def has_pending_push_work(self) -> bool:
         """As the base has it: the agent asked for what takes a step. (vLLM looks only while it steps.)"""
         return self._pages is not None and self._pages.wanted
