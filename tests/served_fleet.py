@@ -106,13 +106,23 @@ class Quartet:
             (directory / f"{node}.toml").write_text(agent)
         self._nodes = tuple(agents)
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         """Start all processes."""
         for module in ("heartbeat_collector", "router", "kv_coordinator", "gateway"):
             self._start(module, module)
         for node in self._nodes:
-            self._start("agent", f"agent-{node}", node)
+            self.start_agent(node)
+
+    def start_agent(self, node: str) -> None:
+        """Start the agent of ``node``."""
+        self._agents[node] = self._start("agent", f"agent-{node}", node)
+
+    def kill_agent(self, node: str) -> None:
+        """End the agent of ``node`` at once."""
+        self._agents[node].kill()
+        self._agents[node].wait()
 
     def stop(self) -> None:
         """End all of them."""
@@ -127,9 +137,10 @@ class Quartet:
         """The last words of every process."""
         return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(self.directory.glob("*.log")))
 
-    def _start(self, module: str, name: str, node: str = "") -> None:
+    def _start(self, module: str, name: str, node: str = "") -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", f"quartet_{module}", "--config", str(self.directory / "fleet.toml")]
         if node:
             command += ["--config", str(self.directory / f"{node}.toml")]
         with (self.directory / f"{name}.log").open("ab") as log:
             self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+        return self._processes[-1]

@@ -5,7 +5,9 @@ last ones kill an agent and a server.
 """
 
 import asyncio
+import contextlib
 import itertools
+import os
 import random
 import time
 
@@ -14,6 +16,7 @@ import pytest_asyncio
 from vllm.fleet import Vllm, agents
 from vllm.scene import HOME, PATIENCE_S, PYTHON, fleet, make_model, served
 
+from quartet_bus.bus import BusError
 from quartet_bus.messages import Phase, Role
 
 pytestmark = [
@@ -150,6 +153,13 @@ async def test_a_split_goes_by_pages_and_gives_the_same_text(plain):
         await scene.roles("both", "both")
 
 
+async def long_answer(scene):
+    """One that takes its time; unlike ``Scene.ask`` several may run at once."""
+    await scene.client.completions.create(
+        model="tiny", prompt=new_prompt(20), max_tokens=300, temperature=0, extra_body={"ignore_eos": True}
+    )
+
+
 async def test_a_prefix_is_fetched_from_an_engine_that_is_busy(plain):
     scene, b = plain, plain.servers["b"]
     await scene.order("b", "drain")
@@ -157,14 +167,24 @@ async def test_a_prefix_is_fetched_from_an_engine_that_is_busy(plain):
     shared = new_prompt(1472)
     _, events = await scene.ask(shared)
     assert ended(events).worker == "a-0"
-    busy = [asyncio.create_task(scene.ask(new_prompt(20), tokens=300)) for _ in range(8)]
+    busy = [asyncio.create_task(long_answer(scene)) for _ in range(8)]
     await scene.until_metric(scene.servers["a"], "vllm:num_requests_running", lambda running: running == 8)
     await scene.order("b", "resume")
     await asyncio.sleep(1.0)
     hits = await b.metric(EXTERNAL)
     turn = shared + new_prompt(40)
-    answer, events = await scene.ask(turn)
-    end = ended(events)
+    before = len(scene.events)
+    answer = await scene.client.completions.create(
+        model="tiny", prompt=turn, max_tokens=16, temperature=0, extra_body={"ignore_eos": True}
+    )
+
+    def ends():
+        told = scene.events[before:]
+        return [event for event in told if event.phase is Phase.END and event.prompt_tokens == len(turn)]
+
+    await scene.until(lambda: any(event.role is not Role.PREFILL for event in ends()))
+    print([(event.worker, event.role, event.status, event.reason, event.transferred_tokens) for event in ends()])
+    end = ended(ends())
     print(f"answered by {end.worker}, {end.cached_tokens} cached there, {end.transferred_tokens} came")
     assert answer.choices[0].text == await fresh(scene, turn)
     assert end.worker == "b-0"
@@ -207,3 +227,43 @@ async def test_the_coordinator_pages_cold_prefixes_out_and_their_next_turn_finds
     print(f"{there} of {len(prompts)} next turns ran on b, which took {hits:.0f} tokens from pages")
     assert there >= 3
     assert hits >= 320 * there
+
+
+async def test_an_agent_that_is_killed_finds_the_pages_again_and_the_engine_never_stopped(scene):
+    a = scene.servers["a"]
+    prompts = [new_prompt(320) for _ in range(18)]
+    expected = [await scene.straight(a, prompt) for prompt in prompts]
+    before = await pages(scene, "a")
+    scene.quartet.kill_agent("a")
+    assert [await scene.straight(a, prompt) for prompt in prompts[:4]] == expected[:4]
+    scene.quartet.start_agent("a")
+
+    async def back():
+        with contextlib.suppress(BusError):
+            return (await pages(scene, "a")).get("pages", 0) >= before["pages"] > 0
+        return False
+
+    await until(back)
+    await scene.until_routed()
+    answer, _ = await scene.ask(prompts[0])
+    assert answer.choices[0].text == expected[0]
+
+
+async def test_an_engine_that_is_killed_takes_its_pages_with_it_and_the_other_goes_on(scene):
+    shared_memory = set(os.listdir("/dev/shm"))
+    prompt = new_prompt(320)
+    expected = await scene.straight(scene.servers["a"], prompt)
+    scene.servers["b"].kill()
+    await scene.until(lambda: not scene.doctor().get("b-0", {"up": True})["up"])
+    engine = scene.doctor()["b-0"]
+    assert engine["pages"] == {}
+    answer, events = await scene.ask(prompt)
+    assert ended(events).worker == "a-0"
+    assert answer.choices[0].text == expected
+    assert not set(os.listdir("/dev/shm")) - shared_memory
+
+    async def nothing_left():
+        told = await pages(scene, "a")
+        return not told["pins"] and not told["leases"]
+
+    await until(nothing_left)
