@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -113,6 +114,15 @@ class Scene:
         await self.order("b", "role", b)
         await asyncio.sleep(1.0)
 
+    async def until_split(self):
+        """Until the router splits requests, which it does some time after roles were given."""
+        async with asyncio.timeout(2 * PATIENCE_S):
+            for seed in itertools.count(300):
+                with contextlib.suppress(openai.APIError, ValueError):
+                    _, events = await self.ask(prompt_of(seed, 100), tokens=2)
+                    if {event.role for event in events if event.status == "ok"} == {Role.PREFILL, Role.DECODE}:
+                        return
+
     async def shake_hands(self):
         """Until each engine has fetched KV of the other: vLLM gives its first handshake with an engine five seconds,
         and on a machine that is shared that may fail more than once."""
@@ -120,7 +130,7 @@ class Scene:
             await self.roles(*roles)
             fetches = self.servers["b" if roles[0] == "prefill" else "a"]
             before = await fetches.metric("vllm:external_prefix_cache_hits_total")
-            async with asyncio.timeout(3 * PATIENCE_S):
+            async with asyncio.timeout(5 * PATIENCE_S):
                 seed = 200
                 while await fetches.metric("vllm:external_prefix_cache_hits_total") == before:
                     seed += 1

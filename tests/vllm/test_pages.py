@@ -141,6 +141,7 @@ async def test_a_split_goes_by_pages_and_gives_the_same_text(plain):
     scene = plain
     await scene.roles("prefill", "decode")
     try:
+        await scene.until_split()
         for tokens in (320, 387):
             prompt = new_prompt(tokens)
             answer, events = await scene.ask(prompt)
@@ -214,17 +215,16 @@ async def test_the_coordinator_pages_cold_prefixes_out_and_their_next_turn_finds
     await scene.order("b", "resume")
     await settled(scene)
     hits = await scene.servers["b"].metric(EXTERNAL)
-    there = 0
+    told = []
     for prompt in prompts:
         turn = prompt + new_prompt(40)
         answer, events = await scene.ask(turn)
         assert answer.choices[0].text == await fresh(scene, turn)
         end = ended(events)
-        if end.worker == "b-0":
-            there += 1
-            assert end.cached_tokens == 320
+        told.append((end.worker, end.cached_tokens + end.transferred_tokens))
     hits = await scene.servers["b"].metric(EXTERNAL) - hits
-    print(f"{there} of {len(prompts)} next turns ran on b, which took {hits:.0f} tokens from pages")
+    print(f"next turns {told}; b took {hits:.0f} tokens from pages")
+    there = told.count(("b-0", 320))
     assert there >= 3
     assert hits >= 320 * there
 

@@ -98,9 +98,10 @@ def holders_of(events):
 
 
 async def test_a_split_over_vllms_own_handshake_gives_the_same_text(scene):
-    before = await scene.servers["b"].metric("vllm:external_prefix_cache_hits_total")
     await scene.roles("prefill", "decode")
     try:
+        await scene.until_split()
+        before = await scene.servers["b"].metric("vllm:external_prefix_cache_hits_total")
         for seed in (40, 41, 42):
             prompt = prompt_of(seed, 387)
             answer, events = await scene.ask(prompt)
