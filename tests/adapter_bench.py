@@ -18,6 +18,9 @@ PROFILE = builtin().profile("H100_SXM5", "llama-3.1-8b", "fp8", 1)
 QUICK = {"probe_interval_ms": 20, "probe_timeout_ms": 300, "probes_lost": 2, "connect_timeout_ms": 500}
 
 
+PROMPT = {"prompt": "hello"}
+
+
 class Bench:
     """One adapter on one server, and all that it said."""
 
@@ -50,7 +53,8 @@ class Bench:
 
     def submit(self, body=None, **fields):
         self.number += 1
-        body = {"model": "chat", "prompt": "hello", "max_tokens": 5, "stream": True} | (body or {})
+        body = body or {}
+        body = {"model": "chat", "max_tokens": 5, "stream": True, **({} if "messages" in body else PROMPT), **body}
         body["user"] = job = f"job-{self.number}"
         data = json.dumps(body).encode()
         self.adapter.submit(

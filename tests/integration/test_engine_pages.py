@@ -123,6 +123,21 @@ async def test_a_prefix_is_lent_to_a_request_of_another_engine(sockets, stream):
         await until(lambda: source.figures["pins"] == 0 and target.figures["leases"] == 0)
 
 
+@pytest.mark.parametrize(
+    "body", [{"prompt": "the quick brown fox " * 20}, {"messages": [{"role": "user", "content": "the lazy dog " * 20}]}]
+)
+async def test_a_prompt_of_text_is_lent_as_the_engine_tokenizes_it(sockets, body):
+    async with PagedEngine(sockets[0]) as a, PagedEngine(sockets[1]) as b, bench(a) as one, bench(b) as two:
+        source, target = await paged(one), await paged(two)
+        await one.answer(body)
+        lent = one.submit(body, role=Role.PREFILL, transfer="t", prefix_tokens=224)
+        assert isinstance(await one.end(lent), Prefilled)
+        await move(source, target, "t", 224)
+        end, _ = await two.answer(body | {"stream": False}, transfer="t")
+        assert end.usage.transferred_tokens == 224
+        assert (a.wrong, b.wrong) == (0, 0)
+
+
 async def test_a_prefix_that_is_not_there_is_not_lent_and_a_prompt_of_a_split_is_computed(sockets):
     async with PagedEngine(sockets[0]) as a, PagedEngine(sockets[1]) as b, bench(a) as one, bench(b) as two:
         source, target = await paged(one), await paged(two)

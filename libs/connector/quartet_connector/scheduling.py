@@ -43,7 +43,7 @@ SPILL_BLOCKS = 64
 """Blocks that are saved a step at most because they will be evicted next: what it adds to a step stays small."""
 
 _TELL_MS = 250.0
-_MOST_CHAINS = 4096
+_MOST_CHAINS = 256
 _COLDEST = 16
 
 

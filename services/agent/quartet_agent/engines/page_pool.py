@@ -185,6 +185,7 @@ class ServedPages:
             self._granted.extend(old.slots)
         full = tokens // self.block_tokens
         if not self._alive or not 0 < full <= len(self._granted):
+            self._want()
             return False
         self._arrivals[transfer] = _Arrival(epoch, tokens, [self._granted.popleft() for _ in range(full)])
         return True
