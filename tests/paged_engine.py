@@ -15,9 +15,10 @@ from wire_engine import WireEngine
 
 from quartet_connector import page
 from quartet_connector.contents import Root, token_bytes
+from quartet_connector.engine import Request
 from quartet_connector.host import ArenaMemory, PageHost
 from quartet_connector.layout import PageLayout
-from quartet_connector.scheduling import PageScheduler, Request
+from quartet_connector.scheduling import PageScheduler
 
 KV_BYTES = 512
 

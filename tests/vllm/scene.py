@@ -47,6 +47,17 @@ def ended(events):
     return bool(phases[Phase.END]) and phases[Phase.END] == phases[Phase.ACCEPTED]
 
 
+def answered(events):
+    """Those of the try that was answered: on a loaded machine a client may ask again, and a router try again, and more
+    than one may come to its end."""
+    [stream, *_] = [
+        event.stream
+        for event in events
+        if event.phase is Phase.END and event.role is not Role.PREFILL and event.status == "ok"
+    ]
+    return [event for event in events if event.stream == stream]
+
+
 class Scene:
     """Two servers, the fleet, and what its agents say of requests."""
 
@@ -62,13 +73,7 @@ class Scene:
             model=model, prompt=prompt, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True}, **fields
         )
         await self.until(lambda: ended(self.events[before:]))
-        # On a loaded machine a client may ask again, and a router try again: what counts is what was answered.
-        [answered] = {
-            event.stream
-            for event in self.events[before:]
-            if event.phase is Phase.END and event.role is not Role.PREFILL and event.status == "ok"
-        }
-        return answer, [event for event in self.events[before:] if event.stream == answered]
+        return answer, answered(self.events[before:])
 
     async def straight(self, server, prompt, *, model="tiny", tokens=16, **fields):
         """The text that the server gives when it is asked without Quartet."""

@@ -7,99 +7,41 @@ scheduler's alone, in ``step``. Nothing here waits for the agent.
 
 import threading
 import uuid
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from quartet_connector import page as pages
 from quartet_connector.arena import Arena, Page
-from quartet_connector.contents import Root, blocks_of, chain, root_id, token_bytes
-from quartet_connector.known import Block, Known
+from quartet_connector.contents import blocks_of, chain, token_bytes
+from quartet_connector.engine import Copies, EngineBlocks, Request
+from quartet_connector.known import Known
 from quartet_connector.layout import PROTOCOL, PageLayout
+from quartet_connector.pins import Pins
+from quartet_connector.saving import StepCopies
 from quartet_connector.words import (
     AgentWord,
     Ask,
     Cold,
     Coldest,
     Drop,
-    Dropped,
     EngineWord,
     Fill,
     Granted,
     Keep,
     Kept,
-    NotPinned,
     Pin,
-    Pinned,
     Release,
     Return,
     Want,
     Welcome,
 )
 
-SPILL_BLOCKS = 64
-"""Blocks that are saved a step at most because they will be evicted next: what it adds to a step stays small."""
-
 _TELL_MS = 250.0
 _MOST_CHAINS = 256
 _COLDEST = 16
-
-
-class EngineBlocks(Protocol):
-    """An engine's prefix cache. Called from the scheduler's thread alone."""
-
-    @property
-    def total(self) -> int:
-        """Blocks that it has."""
-        ...
-
-    def fill(self) -> tuple[int, int]:
-        """How many are empty, and how many cached and used by nobody."""
-        ...
-
-    def find(self, hash_: bytes) -> int | None:
-        """The number of the cached block that the engine calls so."""
-        ...
-
-    def users(self, block: int) -> int:
-        """How many use a block, each ``hold`` among them."""
-        ...
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Keep blocks from being evicted."""
-        ...
-
-    def let_go(self, blocks: Sequence[int]) -> None:
-        """Take back a ``hold``; the first of them are the last to be evicted."""
-        ...
-
-    def evict(self, block: int) -> None:
-        """Drop an idle block's content: it is empty, and the next one that is given out."""
-        ...
-
-    def next_evicted(self, limit: int) -> list[bytes]:
-        """The engine's names of what stands among the next ``limit`` blocks that it gives out."""
-        ...
-
-
-class Request(NamedTuple):
-    """A request as a scheduler has it. ``hashes`` are the engine's names of its full blocks; ``root`` None: its KV
-    depends on more than tokens, so that it takes no part."""
-
-    id: str
-    root: Root | None
-    tokens: Sequence[int]
-    hashes: Sequence[bytes]
-
-
-class Copies(NamedTuple):
-    """What a step copies: (block, slot) of pages to load before its forward pass, and to save after it."""
-
-    job: int
-    loads: list[tuple[int, int]]
-    saves: list[tuple[int, int]]
 
 
 class _Chain(NamedTuple):
@@ -112,23 +54,6 @@ class _Chain(NamedTuple):
 class _Matched(NamedTuple):
     computed: int
     pages: list[Page]
-
-
-class _Job(NamedTuple):
-    loading: list[Page]
-    saving: list[Page]
-    held: list[int]
-
-
-class _Pinned:
-    """What a ``Pin`` keeps. ``waiting`` are ids of pages that are not ready yet."""
-
-    __slots__ = ("pages", "since_ms", "waiting")
-
-    def __init__(self, kept: list[Page], waiting: set[int], since_ms: float) -> None:
-        self.pages = kept
-        self.waiting = waiting
-        self.since_ms = since_ms
 
 
 class PageScheduler:
@@ -149,8 +74,6 @@ class PageScheduler:
         *,
         ahead: int = 64,
     ) -> None:
-        self._layout = layout
-        self._fingerprint = layout.fingerprint
         self._memory = memory
         self._engine = blocks
         self._life = life
@@ -158,29 +81,22 @@ class PageScheduler:
         self._say = tell
         self._ahead = ahead
         self._lock = threading.Lock()
-        self._arena = Arena(slots)
-        self._known = Known(2 * blocks.total + slots)
+        self._slots = slots
         self._fill = Fill(total=blocks.total, empty=blocks.total, slots=slots)
         self._chains: OrderedDict[str, _Chain] = OrderedDict()
         self._matched: dict[str, _Matched] = {}
-        self._loads: list[tuple[int, int]] = []
-        self._loading: list[Page] = []
-        self._jobs: dict[int, _Job] = {}
-        self._held: Counter[int] = Counter()
-        self._last_job = 0
-        self._pins: dict[str, _Pinned] = {}
-        self._queued: list[Pin | Drop] = []
         self._coldest = 0  # how many the agent asked for
         self._told_ms = -_TELL_MS
         self.off = ""
         """Why no pages are saved or loaded any more."""
+        self._begin(layout)
 
     # The engine's side
 
     @property
     def wanted(self) -> bool:
         """Whether the agent asked for something that takes a step."""
-        return bool(self._queued)
+        return self._pins.wanted
 
     def matched(self, request: Request, computed_tokens: int) -> int:
         """How many tokens beyond ``computed_tokens`` are in pages; those stay until ``step``. The prompt's last token
@@ -209,56 +125,39 @@ class PageScheduler:
             size = self._layout.block_tokens
             first = matched.computed // size
             last = first + -(-external_tokens // size)
-            for index in range(first, last):
-                page = matched.pages[index]
-                self._loads.append((blocks[index], page.slot))
-                if page.kept:
-                    page.kept = False
-                    self._fill.hit_kept += 1
+            loaded = matched.pages[first:last]
+            self._copies.load(matched.pages, zip(blocks[first:last], [page.slot for page in loaded], strict=True))
+            for page in loaded:
+                self._fill.hit_kept += page.kept
+                page.kept = False
             self._arena.touch(matched.pages)
-            self._loading += matched.pages
 
     def step(self, *, idle: bool) -> Copies:
         """Called once a step, when everything is scheduled; ``idle``: nothing was."""
         with self._lock:
             for id_ in list(self._matched):
                 self._unmatch(id_)
-            job = _Job(self._loading, [], [])
-            loads, self._loads, self._loading = self._loads, [], []
-            saves: list[tuple[int, int]] = []
-            queued, self._queued = self._queued, []
-            if self.off:
-                queued = [word for word in queued if isinstance(word, Drop) or self._not_pinned(word, self.off)]
-            for word in queued:
-                if isinstance(word, Drop):
-                    self._drop(word)
-                else:
-                    self._pin(word, job, saves)
+            self._pins.step(self.off)
             if self._ahead and not self.off:
-                self._save_ahead(job, saves)
-            self._last_job += 1
-            if loads or saves:
-                self._jobs[self._last_job] = job
+                self._copies.save_ahead(self._ahead)
+            copies = self._copies.take()
             self._tell_state(idle=idle)
             self._tell()
-            return Copies(self._last_job, loads, saves)
+            return copies
 
     def copied(self, job_id: int, failed: str = "") -> None:
         """A step's copies were made; or not, and ``failed`` says why: then there are no more."""
         with self._lock:
-            job = self._jobs.pop(job_id, None)
+            job = self._copies.done(job_id)
             if job is None:
                 return
-            self._engine.let_go(list(reversed(job.held)))
-            self._held -= Counter(job.held)
-            self._arena.unpin(job.loading)
             if failed:
                 self.off = self.off or failed
                 self._fill.failed_loads += len(job.loading)
                 for page in reversed(job.saving):
-                    self._fail_pins(page.id, failed)
+                    self._pins.fail(page.id, failed)
                     self._arena.abandon(page)
-                self._say([Welcome(PROTOCOL, self._life, self._layout, self._arena.slots, self.off)])
+                self._say([self._welcome()])
             else:
                 self._fill.loaded += len(job.loading)
                 self._fill.saved += len(job.saving)
@@ -267,7 +166,7 @@ class PageScheduler:
                 self._tell()
                 for page in job.saving:
                     self._arena.unpin([page])
-                    self._is_ready(page.id)
+                    self._pins.ready(page.id)
             self._tell()
 
     def finished(self, request: Request, computed_tokens: int) -> None:
@@ -286,15 +185,12 @@ class PageScheduler:
         Nobody knows the new weights by the files any more, so pages are exchanged with no other engine from now on.
         """
         with self._lock:
-            if self._jobs or self._loads:
+            if self._copies.busy:
                 return False
-            self._layout = msgspec.structs.replace(self._layout, weights=uuid.uuid4().hex)
-            self._fingerprint = self._layout.fingerprint
-            self._arena = Arena(self._arena.slots)
-            self._known.clear()
+            self._begin(msgspec.structs.replace(self._layout, weights=uuid.uuid4().hex))
             self._chains.clear()
             self._matched.clear()
-            self._end_agent()
+            self._coldest = 0
             self._greet()
             return True
 
@@ -309,9 +205,8 @@ class PageScheduler:
         """The agent went: what it had ends."""
         with self._lock:
             self._arena.revoke()
-            for pinned in self._pins.values():
-                self._arena.unpin(pinned.pages)
-            self._end_agent()
+            self._pins.end()
+            self._coldest = 0
 
     def hear(self, word: AgentWord) -> None:
         """What the agent says."""
@@ -328,24 +223,29 @@ class PageScheduler:
                 case Keep():
                     self._keep(word)
                 case Pin():
-                    self._begin_pin(word)
+                    self._pins.pin(word)
                 case Release(transfer):
-                    self._queued = [other for other in self._queued if other.transfer != transfer]
-                    self._unpin(transfer)
+                    self._pins.release(transfer)
                 case Drop():
-                    self._queued.append(word)
+                    self._pins.drop(word)
             self._tell()
 
     def _greet(self) -> None:
-        told: list[EngineWord] = [Welcome(PROTOCOL, self._life, self._layout, self._arena.slots, self.off)]
-        told += self._arena.stored()
+        told: list[EngineWord] = [self._welcome(), *self._arena.stored()]
         self._arena.drain()
         self._say([*told, self._current()])
 
-    def _end_agent(self) -> None:
-        self._pins.clear()
-        self._queued.clear()
-        self._coldest = 0
+    def _welcome(self) -> Welcome:
+        return Welcome(PROTOCOL, self._life, self._layout, self._slots, self.off)
+
+    def _begin(self, layout: PageLayout) -> None:
+        """With an empty arena."""
+        self._layout = layout
+        self._fingerprint = layout.fingerprint
+        self._arena = Arena(self._slots)
+        self._known = Known(2 * self._engine.total + self._slots)
+        self._copies = StepCopies(layout, self._memory, self._arena, self._known, self._engine)
+        self._pins = Pins(self._arena, self._known, self._engine, self._copies, self._now_ms, self._say)
 
     # Inside: requests
 
@@ -365,137 +265,6 @@ class PageScheduler:
         matched = self._matched.pop(id_, None)
         if matched is not None:
             self._arena.unpin(matched.pages)
-
-    # Inside: saving
-
-    def _save(self, block: Block, number: int, job: _Job, saves: list[tuple[int, int]]) -> Page | None:
-        """Have a cached block saved in this step; None when there is no room for it."""
-        parent = block.parent.id if block.parent is not None else root_id(block.root or Root())
-        page = self._arena.claim(parent, block.tokens, block.root)
-        if page is None:
-            return None
-        layout = self._layout
-        head = pages.encode(self._fingerprint, parent, block.tokens, block.root, layout.kv_bytes, layout.block_tokens)
-        start = page.slot * layout.slot_bytes
-        self._memory[start : start + len(head)] = head
-        self._engine.hold([number])
-        self._held[number] += 1
-        job.held.append(number)
-        job.saving.append(page)
-        saves.append((number, page.slot))
-        return page
-
-    def _save_ahead(self, job: _Job, saves: list[tuple[int, int]]) -> None:
-        """Save what the engine evicts next, with all that is before it."""
-        left = SPILL_BLOCKS - len(saves)
-        for hash_ in self._engine.next_evicted(self._ahead):
-            end = self._known.by_hash(hash_)
-            if end is None or self._arena.get(end.id) is not None:
-                continue
-            for block in self._known.chain(end.id):
-                if self._arena.get(block.id) is not None:
-                    continue
-                number = self._engine.find(block.hash)
-                if number is None or left <= 0 or self._save(block, number, job, saves) is None:
-                    break
-                left -= 1
-            if left <= 0:
-                return
-
-    # Inside: pins
-
-    def _begin_pin(self, word: Pin) -> None:
-        """At once, when all is in the arena; else in the next step."""
-        if word.transfer in self._pins:
-            return
-        found = [page for id_ in word.ids if (page := self._arena.get(id_)) is not None and page.ready]
-        if len(found) == len(word.ids) and not word.idle:
-            self._arena.pin(found)
-            self._pins[word.transfer] = _Pinned(found, set(), self._now_ms())
-            self._say([Pinned(word.transfer, [page.slot for page in found])])
-        else:
-            self._queued.append(word)
-
-    def _pin(self, word: Pin, job: _Job, saves: list[tuple[int, int]]) -> None:
-        found: list[Page] = []
-        waiting: set[int] = set()
-        reason = "" if word.ids else "nothing asked for"
-        for index, id_ in enumerate(word.ids):
-            block = self._known.get(id_)
-            number = self._engine.find(block.hash) if block is not None else None
-            page = self._arena.get(id_)
-            if page is None:
-                if block is None or number is None:
-                    reason = f"block {index} of {len(word.ids)} is not cached"
-                    break
-                page = self._save(block, number, job, saves)
-                if page is None:
-                    reason = "the arena has no room"
-                    break
-            elif found and page.parent != found[-1].id:
-                reason = f"block {index} is not behind the one before it"
-                break
-            self._arena.pin([page])
-            found.append(page)
-            if not page.ready:
-                waiting.add(id_)
-            if word.idle and index == len(word.ids) - 1 and number is not None and not self._unused(number):
-                reason = "in use"
-        if reason:
-            # what was claimed for it is saved all the same: it is on its way
-            self._arena.unpin(found)
-            self._not_pinned(word, reason)
-            return
-        self._pins[word.transfer] = _Pinned(found, waiting, self._now_ms())
-        if not waiting:
-            self._say([Pinned(word.transfer, [page.slot for page in found])])
-
-    def _unused(self, number: int) -> bool:
-        """Whether nobody but a copy that is under way uses a block."""
-        return self._engine.users(number) == self._held[number]
-
-    def _is_ready(self, id_: int) -> None:
-        for transfer, pinned in self._pins.items():
-            if id_ in pinned.waiting:
-                pinned.waiting.remove(id_)
-                if not pinned.waiting:
-                    self._say([Pinned(transfer, [page.slot for page in pinned.pages])])
-
-    def _fail_pins(self, id_: int, reason: str) -> None:
-        for transfer in [transfer for transfer, pinned in self._pins.items() if id_ in pinned.waiting]:
-            self._unpin(transfer)
-            self._say([NotPinned(transfer, reason)])
-
-    def _not_pinned(self, word: Pin, reason: str) -> bool:
-        self._say([NotPinned(word.transfer, reason)])
-        return False
-
-    def _unpin(self, transfer: str) -> _Pinned | None:
-        pinned = self._pins.pop(transfer, None)
-        if pinned is not None:
-            self._arena.unpin(pinned.pages)
-        return pinned
-
-    def _drop(self, word: Drop) -> None:
-        pinned = self._unpin(word.transfer)
-        if pinned is None:
-            self._say([Dropped(word.transfer, 0, 0)])
-            return
-        dropped = 0
-        for page in reversed(pinned.pages):
-            block = self._known.get(page.id)
-            if block is None:
-                continue
-            number = self._engine.find(block.hash)
-            if block.children or block.used_ms > pinned.since_ms or (number is not None and not self._unused(number)):
-                break
-            if number is not None:
-                self._engine.evict(number)
-                dropped += 1
-            self._known.forget(block)
-        self._fill.dropped += dropped
-        gone = self._arena.drop(pinned.pages)
-        self._say([Dropped(word.transfer, dropped, gone)])
 
     # Inside: pages that came
 
@@ -531,7 +300,7 @@ class PageScheduler:
 
     def _current(self) -> Fill:
         fill = self._fill
-        fill.pages, fill.evicted = len(self._arena), self._arena.evicted
+        fill.pages, fill.evicted, fill.dropped = len(self._arena), self._arena.evicted, self._pins.dropped
         return fill
 
     def _tell_state(self, *, idle: bool) -> None:
@@ -553,7 +322,7 @@ class PageScheduler:
                 self._known.forget(end)
                 continue
             blocks = self._known.chain(end.id)
-            if not self._unused(number) or any(self._engine.find(block.hash) is None for block in blocks):
+            if not self._copies.unused(number) or any(self._engine.find(block.hash) is None for block in blocks):
                 continue
             tokens = len(blocks) * self._layout.block_tokens
             found.append(Cold([block.id for block in blocks], tokens, now_ms - end.used_ms, end.uses))

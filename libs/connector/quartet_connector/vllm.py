@@ -23,10 +23,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from quartet_connector.contents import Root
 from quartet_connector.copying import ArenaCopier
+from quartet_connector.engine import Copies, Request
 from quartet_connector.host import ArenaMemory, PageHost
 from quartet_connector.identity import NoPages, layout_of
 from quartet_connector.layout import PageLayout
-from quartet_connector.scheduling import Copies, PageScheduler, Request
+from quartet_connector.scheduling import PageScheduler
 
 log = logging.getLogger("vllm.quartet_connector")
 
