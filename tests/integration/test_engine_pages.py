@@ -24,7 +24,8 @@ def prompt(seed, tokens):
 
 
 def bench(engine, **fields):
-    return Bench(engine, sketch="tokens", kv_pages=engine.socket, **fields)
+    # patient: an engine that is late on a loaded machine is not lost
+    return Bench(engine, sketch="tokens", kv_pages=engine.socket, probe_timeout_ms=10_000, **fields)
 
 
 async def paged(bench):
@@ -331,7 +332,6 @@ async def test_whatever_is_paged_where_no_request_reads_anothers_block(sockets):
 
 
 async def test_an_engine_that_is_killed_leaves_nothing_that_is_in_the_way(sockets):
-    shm = set(os.listdir("/dev/shm"))
     lives = []
     for _ in range(2):
         process = await asyncio.create_subprocess_exec(
@@ -359,4 +359,4 @@ async def test_an_engine_that_is_killed_leaves_nothing_that_is_in_the_way(socket
                 next(blocks)
             lives.append(url)
     assert len(lives) == 2
-    assert set(os.listdir("/dev/shm")) == shm
+    assert not [name for name in os.listdir("/dev/shm") if "quartet" in name]

@@ -1,5 +1,6 @@
 """Jobs whose KV comes or goes by pages: an engine's half of a split, a prefix that it lends, one that came for it."""
 
+import contextlib
 import struct
 
 import msgspec
@@ -38,6 +39,7 @@ class Lending:
     def __init__(self, section: EngineSection, server: EngineServer) -> None:
         self._section = section
         self._server = server
+        self._stepping = False
 
     async def lend(self, work: Work, order: Order, pool: ServedPages, served: str) -> EngineEvent:
         """Have the KV of ``work``'s prompt, or of its first ``prefix_tokens``, in pages; the event that this comes to.
@@ -64,6 +66,17 @@ class Lending:
         except BlocksFenced as error:
             return _failed(work, "not_cached", error.reason)
         return Prefilled(work.job, usage)
+
+    async def step(self, served: str) -> None:
+        """Have an idle engine make a step, by a request for one token, since there is no other way; one at a time."""
+        if not self._stepping:
+            self._stepping = True
+            try:
+                body = _encode({"model": served, "prompt": [0], "max_tokens": 1, "temperature": 0})
+                with contextlib.suppress(EngineAway):
+                    await self._server.post("/v1/completions", body, self._section.probe_timeout_ms)
+            finally:
+                self._stepping = False
 
     async def _content(self, work: Work, block_tokens: int, served: str) -> tuple[list[int], bytes]:
         """The ids of the prompt's full blocks, and the tokens behind them."""

@@ -3,24 +3,36 @@
 import asyncio
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
+from quartet_agent.engines.base import Life
 from quartet_agent.engines.page_line import PageLine
 from quartet_agent.engines.page_pool import ServedPages
 from quartet_connector.words import EngineWord, Removed, Stored, Welcome
 from quartet_core import kv_events
 from quartet_core.block_mirror import BlockMirror, SaltOf
+from quartet_core.pairing import EXPORT, IMPORT, PAGE, RESERVE
 
 MEDIUM = "PAGES"
 
+_MOVES = (EXPORT, IMPORT, RESERVE)
+
 
 class EnginePages:
-    """Of one engine. ``changed`` is called when there are pages, or none any more; ``nudge`` as ``ServedPages``."""
+    """Of one engine. ``changed`` is called when there are pages, or none any more; ``nudge`` as ``ServedPages``.
 
-    def __init__(self, path: str, salt_of: SaltOf, changed: Callable[[], None], nudge: Callable[[], None]) -> None:
+    ``paging``: they belong to the virtual VRAM pool.
+    """
+
+    def __init__(
+        self, path: str, salt_of: SaltOf, changed: Callable[[], None], nudge: Callable[[], None], *, paging: bool
+    ) -> None:
         self.pool: ServedPages | None = None
         """The pool, while there is a line."""
         self.mirror = BlockMirror(salt_of)
         """What is in the arena, for affinity: a request that comes here finds it."""
         self._ids: set[int] = set()
+        self._paging = paging
         self._changed = changed
         self._nudge = nudge
         self._line = PageLine(path, self._on_welcome, self._on_word, self._on_lost)
@@ -33,6 +45,18 @@ class EnginePages:
     async def run(self) -> None:
         """Follow the connector until cancelled."""
         await self._line.run()
+
+    def seen_in(self, life: Life) -> Life:
+        """An engine's ``life``, as its pages make it."""
+        if self.pool is None:
+            return replace(life, capabilities=(), kv_bytes_per_token=0, kv_layout="")
+        layout = self.pool.layout
+        return replace(
+            life,
+            capabilities=(*_MOVES, PAGE) if self._paging else _MOVES,
+            kv_bytes_per_token=layout.kv_bytes // layout.block_tokens,
+            kv_layout=f"{layout.fingerprint:016x}",
+        )
 
     def figures(self) -> dict[str, int]:
         """What an operator is shown; {} without a line."""

@@ -47,16 +47,12 @@ from quartet_agent.engines.watch import Learned, Watch
 from quartet_bus.config.schema import EngineSection, ModelSection
 from quartet_bus.messages import Role
 from quartet_core.openai import upstream
-from quartet_core.pairing import EXPORT, IMPORT, PAGE, RESERVE
 from quartet_core.profile import Profile
 
 _PRESSURE_PAUSE_S = 0.002
 _DISCHARGES = 4
 _DISCHARGE_MS = 20_000.0
 _LOAD_ADAPTER_MS = 60_000.0
-
-MOVES = (EXPORT, IMPORT, RESERVE)
-"""What an engine with our connector can do, and PAGE where there is a pool."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -95,7 +91,6 @@ class ServedAdapter(EngineAdapter):
         self._now_ms = now_ms
         self._congested = congested
         self._log = log
-        self._paging = paging
         self._served = section.served_model or section.model
         self._server = EngineServer(section)
         self._watch = Watch(section, dialect, self._server, self._on_up, self._on_lost, self._on_looked, self._on_away)
@@ -114,9 +109,8 @@ class ServedAdapter(EngineAdapter):
         self._lending = Lending(section, self._server)
         self._pages: EnginePages | None = None
         if section.kv_pages:
-            self._pages = EnginePages(section.kv_pages, ladder_salt, self._on_pages, self._nudge)
+            self._pages = EnginePages(section.kv_pages, ladder_salt, self._on_pages, self._nudge, paging=paging)
             self._prefixes.beside = self._pages.mirror
-        self._nudging = False
         self._stopped = False
 
     # As ``EngineAdapter``
@@ -258,40 +252,19 @@ class ServedAdapter(EngineAdapter):
     def _pool(self) -> ServedPages | None:
         return self._pages.pool if self._pages is not None and self._life.up else None
 
-    def _with_pages(self, life: Life) -> Life:
-        """``life``, as its pages make it."""
-        pool = self._pages.pool if self._pages is not None else None
-        if pool is None:
-            return msgspec.structs.replace(life, capabilities=(), kv_bytes_per_token=0, kv_layout="")
-        layout = pool.layout
-        return msgspec.structs.replace(
-            life,
-            capabilities=(*MOVES, PAGE) if self._paging else MOVES,
-            kv_bytes_per_token=layout.kv_bytes // layout.block_tokens,
-            kv_layout=f"{layout.fingerprint:016x}",
-        )
-
     # What its connector tells
 
     def _on_pages(self) -> None:
         """There are pages now, or none any more."""
-        self._log.info("engine pages", url=self._section.url, there=self._pages is not None and bool(self._pages.pool))
-        self._life = self._with_pages(self._life)
+        assert self._pages is not None  # it called
+        self._log.info("engine pages", url=self._section.url, there=self._pages.pool is not None)
+        self._life = self._pages.seen_in(self._life)
         if self._life.up:
             self._changed()
 
     def _nudge(self) -> None:
-        """Have an idle engine make a step: by a request for one token, since there is no other way."""
-        if not self._nudging and self._life.up and not self._stopped:
-            self._nudging = True
-            self._spawn(self._step())
-
-    async def _step(self) -> None:
-        try:
-            body = _encode({"model": self._served, "prompt": [0], "max_tokens": 1, "temperature": 0})
-            await self._post_quietly("/v1/completions", body)
-        finally:
-            self._nudging = False
+        if self._life.up and not self._stopped:
+            self._spawn(self._lending.step(self._served))
 
     # What the watch tells
 
@@ -302,16 +275,16 @@ class ServedAdapter(EngineAdapter):
             self._estimate.kv_tokens = kv_tokens
         self._estimate.restarted()
         loaded = tuple(name for name in section.adapters if name in learned.models)
-        self._life = self._with_pages(
-            Life(
-                number=self._life.number + 1,
-                version=learned.version,
-                kv_tokens=kv_tokens,
-                block_tokens=learned.block_tokens,
-                max_context=learned.max_context,
-                adapters=loaded,
-            )
+        self._life = Life(
+            number=self._life.number + 1,
+            version=learned.version,
+            kv_tokens=kv_tokens,
+            block_tokens=learned.block_tokens,
+            max_context=learned.max_context,
+            adapters=loaded,
         )
+        if self._pages is not None:
+            self._life = self._pages.seen_in(self._life)
         self._log.info("engine up", url=section.url, version=learned.version, models=learned.models)
         self._prefixes.begin(self._sources(learned), kv_tokens)
         self._on_looked(reading)
