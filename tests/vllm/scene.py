@@ -119,6 +119,14 @@ class Scene:
         await self.order("b", "role", b)
         await asyncio.sleep(1.0)
 
+    async def until_only(self, worker):
+        """Until the router sends everything to ``worker``, the other one being drained."""
+        async with asyncio.timeout(2 * PATIENCE_S):
+            for seed in itertools.count(400):
+                _, events = await self.ask(prompt_of(seed, 20), tokens=1)
+                if {event.worker for event in events} == {worker}:
+                    return
+
     async def until_split(self):
         """Until the router splits requests, which it does some time after roles were given."""
         async with asyncio.timeout(2 * PATIENCE_S):

@@ -164,7 +164,7 @@ async def long_answer(scene):
 async def fetch(scene):
     """Ask for a turn whose prefix only A has, while A is full; the end of what was answered."""
     await scene.order("b", "drain")
-    await asyncio.sleep(1.0)
+    await scene.until_only("a-0")
     shared = new_prompt(1472)
     await scene.ask(shared)
     busy = [asyncio.create_task(long_answer(scene)) for _ in range(8)]
@@ -204,7 +204,7 @@ async def test_the_coordinator_pages_cold_prefixes_out_and_their_next_turn_finds
     before = {name: await pages(scene, name) for name in "ab"}
     assert all(before.values())
     await scene.order("b", "drain")
-    await asyncio.sleep(0.5)
+    await scene.until_only("a-0")
     prompts = [new_prompt(320) for _ in range(12)]
     for prompt in prompts:
         _, events = await scene.ask(prompt)
