@@ -61,7 +61,7 @@ def salt_of_cache(text: str) -> bytes | None:
         return None
 
 
-def order(work: Work, *, model: str, usage: bool, salted: bool, rid: bool, handshake: bool) -> Order:
+def order(work: Work, *, model: str, usage: bool, salted: bool, rid: bool, handshake: bool = True) -> Order:
     """The body of ``work`` for an engine that calls the model ``model``; with a ``handshake``, that of a prefill says
     that another engine will fetch its KV. Raises ``Refused`` when it is no object."""
     try:
