@@ -127,14 +127,24 @@ class Scene:
                 if {event.worker for event in events} == {worker}:
                     return
 
-    async def until_split(self):
-        """Until the router splits requests, which it does some time after roles were given."""
-        async with asyncio.timeout(2 * PATIENCE_S):
-            for seed in itertools.count(300):
-                with contextlib.suppress(openai.APIError, ValueError):
-                    _, events = await self.ask(prompt_of(seed, 100), tokens=2)
-                    if {event.role for event in events if event.status == "ok"} == {Role.PREFILL, Role.DECODE}:
-                        return
+    async def split(self, prompts):
+        """The first of ``prompts`` that is answered by both workers, its answer, and the ends of its halves by worker.
+
+        On a loaded machine a transfer may be late, or roles not known yet: then the request is tried otherwise, or its
+        client told to come again, which is what the next prompt does.
+        """
+        for prompt in prompts:
+            try:
+                answer, events = await self.ask(prompt)
+            except openai.APIError as error:
+                print(f"not split: {error}")
+                continue
+            ends = {event.worker: event for event in events if event.phase is Phase.END}
+            told = {worker: (str(end.role), end.status, end.reason) for worker, end in ends.items()}
+            if told == {"a-0": ("prefill", "ok", ""), "b-0": ("decode", "ok", "")}:
+                return prompt, answer, ends
+            print(f"not split: {told}")
+        raise AssertionError("none was split")
 
     async def shake_hands(self):
         """Until each engine has fetched KV of the other: vLLM gives its first handshake with an engine five seconds,
