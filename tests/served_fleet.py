@@ -27,6 +27,7 @@ listen = "127.0.0.1:{gateway}"
 [kv]
 coordinator_silence_ms = 8000
 grpc = "127.0.0.1:{coordinator}"
+{kv}
 
 [specs.tiny]
 layers = 2
@@ -92,13 +93,14 @@ def free_ports(count: int) -> list[int]:
 
 
 class Quartet:
-    """Collector, router, coordinator, gateway, and an agent on each node of ``agents``: its ``[agent]`` as TOML."""
+    """Collector, router, coordinator, gateway, and an agent on each node of ``agents``: its ``[agent]`` as TOML. ``kv``
+    is more of ``[kv]``."""
 
-    def __init__(self, directory: Path, nats: str, agents: dict[str, str]) -> None:
+    def __init__(self, directory: Path, nats: str, agents: dict[str, str], *, kv: str = "") -> None:
         beats, gateway, coordinator = free_ports(3)
         self.gateway = f"http://127.0.0.1:{gateway}/v1"
         self.directory = directory
-        shared = CONFIG.format(nats=nats, beats=beats, gateway=gateway, coordinator=coordinator)
+        shared = CONFIG.format(nats=nats, beats=beats, gateway=gateway, coordinator=coordinator, kv=kv)
         for name, price, a_ms, full_ms in CLASSES.values():
             shared += HARDWARE.format(name=name, price=price, a_ms=a_ms, full_ms=full_ms)
         (directory / "fleet.toml").write_text(shared)
@@ -113,7 +115,17 @@ class Quartet:
         for module in ("heartbeat_collector", "router", "kv_coordinator", "gateway"):
             self._start(module, module)
         for node in self._nodes:
-            self._start("agent", f"agent-{node}", node)
+            self.start_agent(node)
+
+    def start_agent(self, node: str) -> None:
+        """Start the agent of ``node``."""
+        self._start("agent", f"agent-{node}", node)
+
+    def kill_agent(self, node: str) -> None:
+        """End the agent of ``node`` at once."""
+        agent = self._named[f"agent-{node}"]
+        agent.kill()
+        agent.wait()
 
     def stop(self) -> None:
         """End all of them."""

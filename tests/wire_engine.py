@@ -80,6 +80,7 @@ class WireEngine:
             app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
         if self.kind == "vllm":
             app.router.add_get("/version", self.version)
+            app.router.add_post("/tokenize", self.tokenize)
             app.router.add_get("/kv_event_sources", self.sources)
         if self.kind == "sglang":
             app.router.add_get("/server_info", self.info)
@@ -135,6 +136,16 @@ class WireEngine:
 
     async def version(self, _):
         return web.json_response({"version": "0.32.0"})
+
+    async def tokenize(self, request):
+        body = await request.json()
+        tokens = list(self.tokens_of(body))
+        return web.json_response({"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens})
+
+    @staticmethod
+    def tokens_of(body):
+        prompt = body["prompt"] if "messages" not in body else json.dumps(body["messages"], sort_keys=True)
+        return tuple(prompt) if isinstance(prompt, list) else tuple(prompt.encode())
 
     async def sources(self, _):
         if not self.events:
@@ -254,8 +265,7 @@ class WireEngine:
         try:
             if fault == "hang":
                 await asyncio.sleep(3600)
-            prompt = body["prompt"] if not chat else json.dumps(body["messages"], sort_keys=True)
-            tokens = tuple(prompt) if isinstance(prompt, list) else tuple(prompt.encode())
+            tokens = self.tokens_of(body)
             params = body.get("kv_transfer_params") or {}
             if params.get("do_remote_prefill"):  # fetch it, by which it comes free over there
                 assert BY_PORT[params["remote_port"]].kept.pop(params["remote_request_id"]) == tokens

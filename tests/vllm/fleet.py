@@ -26,24 +26,44 @@ hardware = "{hardware}"
 precision = "bf16"
 max_batch = 8
 chunk_tokens = 1024
-kv_connector = "NixlConnector"
+{kv}
 adapters = ["lora"]
 adapter_paths = {{ lora = "{lora}" }}
 probe_interval_ms = 200
 """
 
 
-class Vllm:
-    """One server process."""
+CONNECTOR = Path(__file__).parents[2] / "libs" / "connector"
 
-    def __init__(self, python: Path, models: Path, logs: Path, name: str) -> None:
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+
+
+def pages_config(socket: Path, *, arena_bytes: int = 64 << 20) -> dict[str, object]:
+    """``--kv-transfer-config`` of a server with pages."""
+    return {
+        "kv_connector": "QuartetConnector",
+        "kv_connector_module_path": "quartet_connector.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket": str(socket), "arena_bytes": arena_bytes},
+    }
+
+
+class Vllm:
+    """One server process. ``pages``: with our connector, at that socket; else with NIXL's. ``blocks`` of KV, or all."""
+
+    def __init__(
+        self, python: Path, models: Path, logs: Path, name: str, *, pages: Path | None = None, blocks: int = 0
+    ) -> None:
         self.name = name
+        self.pages = pages
         self.port, events, replay, side_channel = free_ports(4)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = logs / f"vllm-{name}.log"
         self._command = [
             str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "tiny"),
-            "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port), "--max-model-len", "1024",
+            "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port),
+            "--max-model-len", "1024" if pages is None else "2048",
             "--max-num-seqs", "8", "--max-num-batched-tokens", "1024", "--block-size", "32", "--dtype", "bfloat16",
             "--enforce-eager", "--enable-prefix-caching", "--kv-cache-memory-bytes", str(64 << 20),
             "--enable-prompt-tokens-details", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8",
@@ -51,14 +71,13 @@ class Vllm:
                 {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events}",
                  "replay_endpoint": f"tcp://127.0.0.1:{replay}", "topic": f"kv@{name}"}
             ),
-            "--kv-transfer-config", json.dumps(
-                {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-            ),
+            "--kv-transfer-config", json.dumps(NIXL if pages is None else pages_config(pages)),
+            *(["--num-gpu-blocks-override", str(blocks)] if blocks else []),
         ]  # fmt: skip
         self._environment = os.environ | {
             "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
             "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1",
-            "PYTHONHASHSEED": "0", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "PYTHONHASHSEED": "0", "PYTHONPATH": str(CONNECTOR), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
         }  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
@@ -109,6 +128,12 @@ class Vllm:
 def agents(servers: dict[str, Vllm], models: Path) -> dict[str, str]:
     """The configuration of an agent beside each server."""
     return {
-        node: AGENT.format(node=node, url=server.url, hardware=CLASSES[node][0], lora=models / "lora")
+        node: AGENT.format(
+            node=node,
+            url=server.url,
+            hardware=CLASSES[node][0],
+            lora=models / "lora",
+            kv=f'kv_pages = "{server.pages}"' if server.pages else 'kv_connector = "NixlConnector"',
+        )
         for node, server in servers.items()
     }

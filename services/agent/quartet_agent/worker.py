@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace as replace_struct
+
 from quartet_agent.engines.base import EngineAdapter
 from quartet_bus.messages import KvLayout, Role, StreamId, WorkerInfo
 from quartet_core import word
@@ -58,6 +60,7 @@ class HostedWorker:
         self.draining = False
         self.runs: dict[tuple[str, StreamId], Run] = {}
         self._life = adapter.life.number
+        self._capabilities = facts.capabilities
         self.unread_ms = 0.0
         """Predicted prefill of work accepted but not yet read into the engine: in the word from its acceptance on."""
         self.throttled = False
@@ -76,7 +79,11 @@ class HostedWorker:
         facts = self.facts
         layout = facts.layout
         if life.block_tokens:
-            layout = KvLayout(life.block_tokens, layout.bytes_per_token, layout.precision, layout.revision, layout.tp)
+            layout = replace_struct(layout, block_tokens=life.block_tokens)
+        if life.kv_bytes_per_token:
+            layout = replace_struct(layout, bytes_per_token=life.kv_bytes_per_token)
+        model, _, _ = layout.revision.partition("/")
+        layout = replace_struct(layout, revision=f"{model}/{life.kv_layout}" if life.kv_layout else model)
         self.facts = replace(
             facts,
             kv_tokens=life.kv_tokens or facts.kv_tokens,
@@ -84,6 +91,7 @@ class HostedWorker:
             layout=layout,
             engine_version=life.version or facts.engine_version,
             adapters=facts.adapters if life.adapters is None else life.adapters,
+            capabilities=(*self._capabilities, *life.capabilities),
         )
         born = life.up and life.number != self._life
         if born:

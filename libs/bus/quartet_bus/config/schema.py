@@ -279,9 +279,10 @@ class EngineSection(Section):
     the model, "" where that is ``model``. The key in ``api_key`` (or in the file) goes with every call, also probes.
     ``kv_events`` "auto" asks the engine where it publishes them; else ZMQ endpoints separated by commas, one a
     data-parallel rank, or "off". ``kv_connector`` names the engine's connector for prefill and decode apart; two
-    workers pair when it is the same. ``data_parallel`` ranks of one server are as many workers, on consecutive GPUs,
-    and requests name theirs; with 1, all that it has are one worker. ``adapter_paths`` are where the engine finds
-    adapters that are loaded at run time.
+    workers pair when it is the same. ``kv_pages`` is the socket of our connector in a vLLM engine, by which its KV is
+    paged, lent and split instead. ``data_parallel`` ranks of one server are as many workers, on consecutive GPUs, and
+    requests name theirs; with 1, all that it has are one worker. ``adapter_paths`` are where the engine finds adapters
+    that are loaded at run time.
 
     A server is lost when it does not answer ``probes_lost`` probes in a row, each within ``probe_timeout_ms``, or at
     once when nobody listens; a job fails when nothing was heard of it for ``silence_ms``.
@@ -312,6 +313,7 @@ class EngineSection(Section):
     kv_replay: str = ""
     kv_connector: str = ""
     data_parallel: Count = 1
+    kv_pages: str = ""
     adapter_paths: dict[str, str] = field(default_factory=dict)
     connect_timeout_ms: Milliseconds = 2000
     probe_interval_ms: Milliseconds = 500

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import secrets
 import sys
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -54,6 +55,7 @@ class _Engine(Struct):
     affinity: str = ""
     events: dict[str, int] = {}
     prompts: dict[str, int] = {}
+    pages: dict[str, int] = {}
     findings: list[_Finding] = []
 
 
@@ -178,6 +180,8 @@ def _print(nodes: list[_Node], silent: list[_Silent], shapes: set[tuple[int, int
         out.print(f"    {node.silent}", markup=False)
     for each in nodes:
         for worker in each.workers:
+            if worker.engine.pages:
+                out.print(f"{worker.worker}: {_pages(worker.engine.pages)}", markup=False)
             for finding in worker.engine.findings:
                 out.print(f"{worker.worker}: {finding.text} [{finding.code}]", markup=False)
                 if finding.remedy:
@@ -186,6 +190,15 @@ def _print(nodes: list[_Node], silent: list[_Silent], shapes: set[tuple[int, int
         told = ", ".join(f"{rows} rows of {hashes} hashes" for rows, hashes in sorted(shapes))
         out.print(f"agents fill filters of different shapes ({told}): routers take in one of them only", markup=False)
         out.print("    give all of them the same [router] affinity_rows and affinity_hashes", markup=False)
+
+
+def _pages(figures: dict[str, int]) -> str:
+    """What an engine with the connector does with its pages, in a line."""
+    told = {name: f"{count:,}" for name, count in figures.items()}
+    return (
+        "KV pages: {pages} of {slots} slots, {granted} more kept for what comes; {saved} saved, {loaded} loaded, "
+        "{evicted} evicted, {kept} came, {dropped} dropped after they left"
+    ).format_map(defaultdict(lambda: "?", told))
 
 
 def _table(nodes: list[_Node]) -> Table:

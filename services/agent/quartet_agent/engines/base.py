@@ -157,6 +157,11 @@ class Life(Struct, frozen=True):
     block_tokens: int = 0
     max_context: int = 0
     adapters: tuple[str, ...] | None = None
+    capabilities: tuple[str, ...] = ()
+    """What it can do beyond what the configuration says; may change while it lives, as may the two below."""
+    kv_bytes_per_token: int = 0
+    kv_layout: str = ""
+    """What must be equal where its KV goes, besides what the configuration says of both ends."""
 
 
 _ONLY_LIFE = Life()
@@ -187,6 +192,7 @@ class Diagnosis(Struct):
     ranks: int = 1
     events: dict[str, int] = {}
     prompts: dict[str, int] = {}
+    pages: dict[str, int] = {}
     findings: list[Finding] = []
 
 
@@ -235,6 +241,13 @@ class KvPool(Protocol):
         """Called for COMMIT, once all blocks are there: a DECODE job may read them now. Raises ``BlocksFenced``."""
         ...
 
+    async def ready(self, transfer: str) -> None:
+        """Called for MOVE, before ``exportable``: until blocks can be read. Raises ``BlocksFenced`` if they never can.
+
+        Of a PREFILL job they can at once; pages may have to be copied first.
+        """
+        ...
+
     def exportable(self, transfer: str) -> Exportable:
         """Called while a transfer is sent: what ``export`` would give. Raises ``BlocksFenced`` when that is nothing any
         more, and will be nothing: the PREFILL job was cancelled, failed, or its KV released.
@@ -243,7 +256,7 @@ class KvPool(Protocol):
         """
         ...
 
-    def export(self, transfer: str, first_block: int = 0) -> Iterator[bytes]:
+    def export(self, transfer: str, first_block: int = 0) -> Iterator[Buffer]:
         """Called for MOVE: the ``exportable`` blocks of a PREFILL job from ``first_block`` on, in order.
 
         Raises ``BlocksFenced``, also in mid-way. What it gave stays as it is, whatever becomes of the job.

@@ -61,8 +61,9 @@ def salt_of_cache(text: str) -> bytes | None:
         return None
 
 
-def order(work: Work, *, model: str, usage: bool, salted: bool, rid: bool) -> Order:
-    """The body of ``work`` for an engine that calls the model ``model``. Raises ``Refused`` when it is no object."""
+def order(work: Work, *, model: str, usage: bool, salted: bool, rid: bool, handshake: bool = True) -> Order:
+    """The body of ``work`` for an engine that calls the model ``model``; with a ``handshake``, that of a prefill says
+    that another engine will fetch its KV. Raises ``Refused`` when it is no object."""
     try:
         fields = _fields.decode(work.body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -76,7 +77,9 @@ def order(work: Work, *, model: str, usage: bool, salted: bool, rid: bool) -> Or
     if work.role is Role.PREFILL:
         for name in _PREFILL_DROPS:
             fields.pop(name, None)
-        fields |= {"max_tokens": _raw(1), "stream": _raw(False), "kv_transfer_params": REMOTE_DECODE}
+        fields |= {"max_tokens": _raw(1), "stream": _raw(False)}
+        if handshake:
+            fields["kv_transfer_params"] = REMOTE_DECODE
     elif usage and work.inference.stream:
         hides_usage = _ask_for_usage(fields)
     if work.parameters:

@@ -27,6 +27,8 @@ class Call:
         self.work = work
         self.queue_ms = 0.0
         """How long it was queued, where that had to be guessed before its first token was seen."""
+        self.kept_tokens = 0
+        """How much of its prompt came for it in pages."""
         self._told_first = False
         self._order = order
         self._server = server

@@ -10,8 +10,11 @@ _WORTH_TOKENS = 20_000
 _SHARE = 0.2
 
 
-def find(diagnosis: Diagnosis, section: EngineSection, model: ModelSection, problems: list[str]) -> list[Finding]:
-    """What an operator should know, the worst first. ``problems`` are those of event subscriptions."""
+def find(
+    diagnosis: Diagnosis, section: EngineSection, model: ModelSection, problems: list[str], pages_problem: str = ""
+) -> list[Finding]:
+    """What an operator should know, the worst first. ``problems`` are those of event subscriptions, ``pages_problem``
+    is why there are no pages where there should be."""
     if not diagnosis.up:
         return [Finding("down", f"the engine is not up: {diagnosis.why_down}", f"is it {section.url}?")]
     found = [*_metrics(diagnosis, section), *(Finding("events_unreachable", problem) for problem in problems)]
@@ -26,6 +29,19 @@ def find(diagnosis: Diagnosis, section: EngineSection, model: ModelSection, prob
         found += _events(diagnosis, model)
     else:
         found += _no_events(section, model)
+    if pages_problem:
+        found.append(
+            Finding(
+                "no_pages", f"no KV pages of this engine: {pages_problem}",
+                "start vLLM with Quartet's connector, and this path as its socket (docs/engines.md)",
+            )
+        )  # fmt: skip
+    if diagnosis.pages.get("failed_loads"):
+        found.append(
+            Finding(
+                "pages_failed", f"{diagnosis.pages['failed_loads']} pages could not be loaded", "see the engine's log"
+            )
+        )
     if model.isolation and section.kind == "openai":
         found.append(
             Finding(

@@ -23,7 +23,16 @@ from quartet_sim.engine import SimulatedEngine
 
 _CAPABILITIES = (EXPORT, IMPORT, RESERVE)
 
-_SERVERS_ONLY = ("url", "served_model", "api_key", "api_key_file", "kv_replay", "kv_connector", "adapter_paths")
+_SERVERS_ONLY = (
+    "url",
+    "served_model",
+    "api_key",
+    "api_key_file",
+    "kv_replay",
+    "kv_connector",
+    "kv_pages",
+    "adapter_paths",
+)
 """Keys that mean nothing to a simulated engine."""
 
 
@@ -62,6 +71,7 @@ def host_workers(
                     section, config.models[section.model], DIALECTS[section.kind],
                     _profile(config, catalogue, section), facts.kv_tokens, now_ms, congested, log,
                     rank=replica if number > 1 else None,
+                    paging=config.kv.pool,
                 )  # fmt: skip
             incarnation = random.randrange(1, 1 << 16)
             workers.append(HostedWorker(node, len(workers), incarnation, facts, adapter, Role(section.role)))
@@ -89,6 +99,12 @@ def _check_server(section: EngineSection, key: str) -> None:
             )  # fmt: skip
     if section.kv_connector and section.kind != "vllm":
         raise ConfigError(WHERE, f"{key}.kv_connector", section.kv_connector, "only engines of kind vllm have one")
+    if section.kv_pages and section.kind != "vllm":
+        raise ConfigError(WHERE, f"{key}.kv_pages", section.kv_pages, "only engines of kind vllm have pages")
+    if section.kv_pages and section.kv_connector:
+        raise ConfigError(
+            WHERE, f"{key}.kv_pages", section.kv_pages, "an engine has pages or a kv_connector of its own, not both"
+        )
 
 
 def _profile(config: Config, catalogue: Catalogue, section: EngineSection) -> Profile:

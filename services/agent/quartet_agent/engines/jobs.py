@@ -20,6 +20,8 @@ from quartet_agent.engines.base import (
 from quartet_agent.engines.bodies import Order
 from quartet_agent.engines.call import Call
 from quartet_agent.engines.estimate import LoadEstimate
+from quartet_agent.engines.lending import Lending, of_pages
+from quartet_agent.engines.page_pool import ServedPages
 from quartet_agent.engines.prefixes import CachedPrefixes
 from quartet_agent.engines.server import EngineServer
 from quartet_bus.messages import Role
@@ -39,6 +41,7 @@ class Jobs:
         server: EngineServer,
         estimate: LoadEstimate,
         prefixes: CachedPrefixes,
+        lending: Lending,
         now_ms: Callable[[], float],
         congested: Callable[[], bool],
         failed: Callable[[Exception], None],
@@ -51,20 +54,21 @@ class Jobs:
         self._server = server
         self._estimate = estimate
         self._prefixes = prefixes
+        self._lending = lending
         self._now_ms = now_ms
         self._congested = congested
         self._failed = failed
         self._calls: dict[str, Call] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def begin(self, work: Work, order: Order) -> None:
-        """Send a job's body to the server."""
+    def begin(self, work: Work, order: Order, model: str, pool: ServedPages | None) -> None:
+        """Send a job's body to the server, which calls the model ``model``; ``pool`` has the KV of its transfer."""
         call = Call(work, order, self._server, self._emit_for(work.job), self._ready)
         self.prompts["prompts_as_text" if work.inference.prompt_ids is None else "prompts_as_ids"] += 1
         tokens = work.prompt_tokens or work.inference.prompt_tokens
         self._estimate.began(work.job, tokens, 0.1 if work.role is Role.DECODE else work.prefill_ms, self._now_ms())
         self._calls[work.job] = call
-        self._tasks[work.job] = asyncio.get_running_loop().create_task(self._run(call))
+        self._tasks[work.job] = asyncio.get_running_loop().create_task(self._run(call, order, model, pool))
 
     def cancel(self, job: str) -> tuple[float, bool]:
         """Forget a job and close its connection; returns its share of the engine's busy time, and whether it ran."""
@@ -98,22 +102,27 @@ class Jobs:
                 call.queue_ms = self._estimate.first_token(job, now_ms, seen=False)
                 return  # one a look, since the next one's prompt begins only now
 
-    async def _run(self, call: Call) -> None:
+    async def _run(self, call: Call, order: Order, model: str, pool: ServedPages | None) -> None:
+        work = call.work
         try:
+            if pool is not None and work.transfer and work.role is Role.PREFILL:
+                self._emit_for(work.job)([await self._lending.lend(work, order, pool, model)])
+                return
+            if pool is not None and work.transfer:
+                call.kept_tokens = await pool.kept(work.transfer)
             await call.run()
         except asyncio.CancelledError:
             raise
         except Exception as error:  # our own fault, and still the job's end
-            job = call.work.job
             self._failed(error)
-            self._emit_for(job)([Failed(job, "engine_error", upstream("The engine failed.", "engine_error"))])
+            self._emit_for(work.job)([Failed(work.job, "engine_error", upstream("The engine failed.", "engine_error"))])
 
     def _emit_for(self, job: str) -> Callable[[Sequence[EngineEvent]], None]:
         def emit(events: Sequence[EngineEvent]) -> None:
             call = self._calls.get(job)
             if call is None or self.listener is None:
                 return  # it was cancelled
-            told = [self._account(call, event) for event in events]
+            told = [of_pages(self._account(call, event), call.kept_tokens) for event in events]
             self.listener(told)
 
         return emit

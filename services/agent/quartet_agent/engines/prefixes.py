@@ -11,6 +11,7 @@ from collections.abc import Callable
 from quartet_agent.engines import bodies
 from quartet_agent.engines.base import Work
 from quartet_agent.engines.events import EventLine, Source
+from quartet_core.block_mirror import BlockMirror
 from quartet_core.ladder import Sketch, sketch_text, sketch_tokens
 from quartet_core.openai import Inference
 from quartet_core.salt import salt_of
@@ -26,6 +27,8 @@ class CachedPrefixes:
         self._lines: list[EventLine] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._left: tuple[list[int], list[int]] = ([], [])  # of lines that have ended, and was not drained yet
+        self.beside: BlockMirror | None = None
+        """What is not in the engine's cache, and found by its requests all the same."""
 
     @property
     def exact(self) -> bool:
@@ -44,7 +47,7 @@ class CachedPrefixes:
             self._traffic.resize(capacity_tokens)
         loop = asyncio.get_running_loop()
         for source in sources:
-            line = EventLine(source, _salt_of, self._moved)
+            line = EventLine(source, ladder_salt, self._moved)
             self._lines.append(line)
             self._tasks.append(loop.create_task(line.run()))
 
@@ -69,7 +72,8 @@ class CachedPrefixes:
         """Rungs that became cached and that no longer are, since the last call."""
         became, ended = self._left
         self._left = ([], [])
-        for more, fewer in (self._traffic.drain(), *(line.mirror.drain() for line in self._lines)):
+        beside = [self.beside.drain()] if self.beside is not None else []
+        for more, fewer in (self._traffic.drain(), *beside, *(line.mirror.drain() for line in self._lines)):
             became, ended = became + more, ended + fewer
         return became, ended
 
@@ -83,7 +87,7 @@ class CachedPrefixes:
         return dict(figures)
 
 
-def _salt_of(cache_salt: str, adapter: str) -> bytes | None:
+def ladder_salt(cache_salt: str, adapter: str) -> bytes | None:
     """The ladder's salt of blocks that the engine keeps apart so; None when no router asks for them."""
     if cache_salt:
         return bodies.salt_of_cache(cache_salt)

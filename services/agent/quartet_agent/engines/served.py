@@ -22,6 +22,7 @@ from quartet_agent.engines.base import (
     KvPool,
     Life,
     Listener,
+    PagePool,
     Work,
 )
 from quartet_agent.engines.call import path_of
@@ -30,8 +31,11 @@ from quartet_agent.engines.estimate import LoadEstimate
 from quartet_agent.engines.events import Source, sources_in, sources_of
 from quartet_agent.engines.findings import find
 from quartet_agent.engines.jobs import Jobs
+from quartet_agent.engines.lending import Lending
 from quartet_agent.engines.missing import MissingMetrics
-from quartet_agent.engines.prefixes import CachedPrefixes
+from quartet_agent.engines.page_pool import ServedPages
+from quartet_agent.engines.pages import EnginePages
+from quartet_agent.engines.prefixes import CachedPrefixes, ladder_salt
 from quartet_agent.engines.reading import Reading
 from quartet_agent.engines.server import EngineAway, EngineServer
 from quartet_agent.engines.watch import Learned, Watch
@@ -58,7 +62,8 @@ class ServedAdapter(EngineAdapter):
     """Drives one server, or one data-parallel ``rank`` of it, which every request then names.
 
     ``kv_tokens`` is what is taken for the size of its KV memory until it says better. ``congested`` says whether the
-    bus has more to send than it should: then no stream is read on.
+    bus has more to send than it should: then no stream is read on. ``paging``: its pages belong to the virtual VRAM
+    pool.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class ServedAdapter(EngineAdapter):
         log: Log,
         *,
         rank: int | None = None,
+        paging: bool = False,
     ) -> None:
         self._section = section
         self._model = model
@@ -88,13 +94,20 @@ class ServedAdapter(EngineAdapter):
         self._adapters = Adapters(section, self._server, dialect.loads_adapters, self._on_adapters)
         self._estimate = LoadEstimate(profile, section.kv_tokens or kv_tokens)
         self._prefixes = CachedPrefixes(section.kv_tokens or kv_tokens, self._estimate.moved)
-        self._jobs = Jobs(self._server, self._estimate, self._prefixes, now_ms, congested, self._on_fault)
+        self._lending = Lending(section, self._server)
+        self._jobs = Jobs(
+            self._server, self._estimate, self._prefixes, self._lending, now_ms, congested, self._on_fault
+        )
         self._background: set[asyncio.Task[None]] = set()
         self._discharging = asyncio.Semaphore(_DISCHARGES)
         self._changed: Callable[[], None] = lambda: None
         self._life = Life(number=0, up=False)
         self._reading: Reading | None = None
         self._missing = MissingMetrics(dialect, section.probes_lost, log.error, log.info)
+        self._pages: EnginePages | None = None
+        if section.kv_pages:
+            self._pages = EnginePages(section.kv_pages, ladder_salt, self._on_pages, self._nudge, paging=paging)
+            self._prefixes.beside = self._pages.mirror
         self._stopped = False
 
     # As ``EngineAdapter``
@@ -104,6 +117,8 @@ class ServedAdapter(EngineAdapter):
         self._jobs.listener = listener
         await self._server.open()
         self._spawn(self._watch.run())
+        if self._pages is not None:
+            self._spawn(self._pages.run())
 
     async def stop(self) -> None:
         """As ``EngineAdapter.stop``."""
@@ -119,12 +134,16 @@ class ServedAdapter(EngineAdapter):
         """As ``EngineAdapter.submit``."""
         if not self._life.up:
             raise upstream(f"The engine is away: {self._watch.why_down}.", "engine_unreachable")
-        if work.role is Role.DECODE and not work.parameters:
-            raise BlocksFenced(work.transfer, "no parameters of the engine that prefilled")
+        pool = None if self.handshake else self._pool
+        if work.role is Role.DECODE and not work.parameters and (pool is None or not pool.holds(work.transfer)):
+            raise BlocksFenced(work.transfer, "no parameters of the engine that prefilled, and no pages")
         dialect = self._dialect
         model = work.model if work.model in self._section.adapters else self._served
-        order = bodies.order(work, model=model, usage=dialect.usage, salted=dialect.salted, rid=bool(dialect.abort))
-        self._jobs.begin(work, order)
+        order = bodies.order(
+            work, model=model, usage=dialect.usage, salted=dialect.salted, rid=bool(dialect.abort),
+            handshake=bool(self.handshake),
+        )  # fmt: skip
+        self._jobs.begin(work, order, model, pool)
 
     def cancel(self, job: str) -> float:
         """As ``EngineAdapter.cancel``. The connection is closed, which ends the request on the engine."""
@@ -144,8 +163,14 @@ class ServedAdapter(EngineAdapter):
 
     @property
     def kv(self) -> KvPool | None:
-        """As ``EngineAdapter.kv``: an unmodified server lets nobody else at its KV."""
-        return None
+        """As ``EngineAdapter.kv``: of an engine with our connector; an unmodified one lets nobody else at its KV."""
+        return self._pool
+
+    @property
+    def pages(self) -> PagePool | None:
+        """As ``EngineAdapter.pages``; from when the engine told how full it is."""
+        pool = self._pool
+        return pool if pool is not None and pool.fill().total_blocks else None
 
     @property
     def handshake(self) -> str:
@@ -198,9 +223,29 @@ class ServedAdapter(EngineAdapter):
             affinity="events" if self._prefixes.exact else "traffic",
             events=self._prefixes.figures(),
             prompts=dict(self._jobs.prompts),
+            pages=self._pages.figures() if self._pages is not None else {},
         )
-        diagnosis.findings = find(diagnosis, self._section, self._model, self._prefixes.problems)
+        pages_problem = self._pages.problem if self._pages is not None else ""
+        diagnosis.findings = find(diagnosis, self._section, self._model, self._prefixes.problems, pages_problem)
         return diagnosis
+
+    @property
+    def _pool(self) -> ServedPages | None:
+        return self._pages.pool if self._pages is not None and self._life.up else None
+
+    # What its connector tells
+
+    def _on_pages(self) -> None:
+        """There are pages now, or none any more."""
+        assert self._pages is not None  # it called
+        self._log.info("engine pages", url=self._section.url, there=self._pages.pool is not None)
+        self._life = self._pages.seen_in(self._life)
+        if self._life.up:
+            self._changed()
+
+    def _nudge(self) -> None:
+        if self._life.up and not self._stopped:
+            self._spawn(self._lending.step(self._served))
 
     # What the watch tells
 
@@ -221,6 +266,8 @@ class ServedAdapter(EngineAdapter):
             max_context=learned.max_context,
             adapters=self._adapters.loaded,
         )
+        if self._pages is not None:
+            self._life = self._pages.seen_in(self._life)
         self._log.info("engine up", url=section.url, version=learned.version, models=learned.models)
         self._prefixes.begin(self._sources(learned), kv_tokens)
         self._on_looked(reading)

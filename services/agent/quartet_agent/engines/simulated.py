@@ -93,6 +93,9 @@ class SimulatedKv:
         except sim.Fenced as error:
             raise BlocksFenced(transfer, error.reason) from error
 
+    async def ready(self, transfer: str) -> None:
+        """As ``KvPool.ready``: what is there can be read at once."""
+
     def exportable(self, transfer: str) -> Exportable:
         """As ``KvPool.exportable``."""
         try:

@@ -29,7 +29,7 @@ class PressureAuthor:
     ) -> None:  # fmt: skip
         self._node = node
         self._incarnation = incarnation
-        self._workers = [worker for worker in workers if worker.adapter.pages is not None]
+        self._workers = list(workers)  # an engine behind HTTP has pages once its connector is heard
         self._marks = {worker.id: Watermarks(config.page_low, config.page_high) for worker in self._workers}
         self._least_tokens = config.page_min_tokens
         self._publish = publish

@@ -77,6 +77,7 @@ class Sends:
     ) -> None:
         charging = asyncio.ensure_future(flow.charge.run()) if flow.charge is not None else None
         try:
+            await pool.ready(order.transfer)
             sent = await self._mover.send(
                 order.address, order.secret, order.transfer, order.epoch, flow, self._chunk_bytes
             )

@@ -126,6 +126,9 @@ class StoreMemory:
             return True
         return False
 
+    async def ready(self, transfer: str) -> None:
+        """As ``KvPool.ready``: what is there can be read at once."""
+
     def exportable(self, transfer: str) -> Exportable:
         """As ``KvPool.exportable``: all that is lent, or of a page that is pinned."""
         return Exportable(len(self._leaving(transfer)), whole=True)
