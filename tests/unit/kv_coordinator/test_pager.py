@@ -204,3 +204,15 @@ def test_with_the_pool_off_it_only_listens(play, make_worker):
         assert asked(world, "p", KvVerb.PAGE) == []
 
     play(story)
+
+
+def test_no_more_is_paged_than_the_marks_want_though_reports_are_old(play, make_worker):
+    async def story(world):
+        await begin(world, make_worker)
+        pressed(world, *range(1, 20))  # 1,500 blocks are wanted, a page has 1,000
+        await asyncio.sleep(1.5)
+        assert len(asked(world, "p", KvVerb.PAGE)) == 2
+        views = {view.worker: view for view in world.leader().pager.views()}
+        assert (views["p-0"].empty_tokens, views["d-0"].empty_tokens) == (32_000, 160_000 - 32_000)
+
+    play(story, **KV)
