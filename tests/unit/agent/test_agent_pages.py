@@ -148,7 +148,9 @@ def test_wrong_bytes_are_not_kept_and_wrong_words_are_refused(on_stage, config_o
         cold = pair.state(pair.source).cold[0]
         pinned = await pair.page(cold.prefix)
         manifest = msgspec.msgpack.decode(pinned.manifest, type=PageManifest)
-        for wrong in (b"", b"\xc1", msgspec.msgpack.encode(PageManifest(manifest.contents[:-1]))):
+        nameless = (PageManifest((wrong, *manifest.contents[1:])) for wrong in (0, -1))
+        packed = map(msgspec.msgpack.encode, (PageManifest(manifest.contents[:-1]), *nameless))
+        for wrong in (b"", b"\xc1", *packed):
             assert (await pair.reserve(pinned, manifest=wrong, transfer="y")).reason == "manifest"
         forged = PageManifest((*manifest.contents[:3], 1234, *manifest.contents[4:]), manifest.rungs)
         lease = await pair.reserve(pinned, manifest=msgspec.msgpack.encode(forged))
