@@ -42,6 +42,10 @@ Finite = Annotated[float, Meta(ge=-1e18, le=1e18)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 """A probability."""
 
+ContentId = int
+"""The 64-bit name of a KV block (``PageManifest``). Compared and never counted with, so it has no range (which msgspec
+could not check of a u64)."""
+
 
 class Role(StrEnum):
     """What a worker does of a request. ``BOTH`` as a worker's role means that it takes either half.
@@ -547,7 +551,7 @@ class KvCommand(Struct):
     link: str = ""
     gb_per_s: Amount = 0.0
     setup_ms: Amount = 0.0
-    prefix: int = 0
+    prefix: ContentId = 0
     manifest: bytes = b""
     committed: bool = False
 
@@ -591,7 +595,7 @@ class PageManifest(Struct, frozen=True, array_like=True):
     rungs that end in these blocks. ``idle_ms`` is how long they had not been used, ``uses`` how often they had been.
     """
 
-    contents: tuple[int, ...]
+    contents: tuple[ContentId, ...]
     rungs: tuple[tuple[Count32, int], ...] = ()
     idle_ms: Amount = 0.0
     uses: Count32 = 0
@@ -604,11 +608,11 @@ class ColdPrefix(Struct, frozen=True, array_like=True):
     the deepest prefix of it that was paged out from here before, 0 for none: it came back since.
     """
 
-    prefix: int
+    prefix: ContentId
     tokens: Count
     idle_ms: Amount
     uses: Count32 = 0
-    paged: int = 0
+    paged: ContentId = 0
 
 
 class PoolState(Struct, frozen=True, array_like=True):

@@ -38,9 +38,10 @@ class Watermarks:
         self.pressed = share < self._low or (self.pressed and share < self._high)
         return self.pressed
 
-    def wanted(self, empty_blocks: int, total_blocks: int) -> int:
-        """How many blocks must come free until the high mark is reached; 0 while not pressed."""
-        return max(math.ceil(self._high * total_blocks) - empty_blocks, 0) if self.pressed else 0
+
+def missing_blocks(high: float, empty_blocks: int, total_blocks: int) -> int:
+    """How many blocks must still come free until a share of ``high`` is empty."""
+    return max(math.ceil(high * total_blocks) - empty_blocks, 0)
 
 
 class Cold(Struct, frozen=True):

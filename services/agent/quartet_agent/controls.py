@@ -15,6 +15,9 @@ from quartet_bus.messages import ControlReply, ControlRequest, Role
 
 _encode = msgspec.json.Encoder().encode
 
+_WORKING_ROLES = (Role.BOTH, Role.PREFILL, Role.DECODE)
+"""Those that an operator may give a worker."""
+
 
 class WorkerStatus(Struct):
     """One worker in the answer to ``status``. ``safe``: drained, and nothing is left to finish."""
@@ -146,12 +149,14 @@ class Controls:
         workers = self._named(request)
         if workers is None:
             return self._unknown(request)
-        try:
-            role = Role(request.argument)
-        except ValueError:
-            known = ", ".join(role.value for role in Role if role is not Role.STORE)
+        role = next((role for role in _WORKING_ROLES if role == request.argument), None)
+        if role is None:
+            known = ", ".join(role.value for role in _WORKING_ROLES)
             return ControlReply(False, reason=f"no role {request.argument!r}; try: {known}")
-        for worker in workers:
+        able = [worker for worker in workers if worker.role is not Role.STORE]
+        if not able:
+            return ControlReply(False, reason=f"{request.worker} is a store, and computes nothing")
+        for worker in able:
             worker.role = role
         self._inventory_changed()
         return ControlReply(True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from quartet_bus.config.schema import KvSection, ModelSection
-from quartet_bus.messages import WorkerInfo
+from quartet_bus.messages import Role, WorkerInfo
 from quartet_core.catalogue import Catalogue, UnknownProfile
 from quartet_core.paging import Cold, Offer, Price
 from quartet_core.pairing import PAGE, lacking, why_not_pair
@@ -51,6 +51,8 @@ class PagePrices:
             room = self.room_tokens(told)
             if room <= 0 or told.replica.place is None or PAGE not in other.capabilities:
                 continue
+            if other.cordoned or other.role is Role.DECODE:
+                continue  # routers look for prefixes where prompts may be computed, and in stores
             if lacking(info, other) is not None or _pairs(info, other) is not None:
                 continue
             (stores if told.tier == HOST else workers).append((room, other.id, told))

@@ -23,7 +23,7 @@ from quartet_bus.messages import (
     TransferReport,
 )
 from quartet_core.catalogue import Catalogue
-from quartet_core.paging import Cold, PageLimits, PageOut, Price, ThrashGuard, Unpaged, Watermarks, choose
+from quartet_core.paging import Cold, PageLimits, PageOut, Price, ThrashGuard, Unpaged, choose, missing_blocks
 from quartet_core.transfer import State
 from quartet_kv_coordinator.conductor import Conductor, Office
 from quartet_kv_coordinator.lanes import Lanes
@@ -119,6 +119,7 @@ class Pager:
             self._avoid(going.target)
         else:
             self._metrics.moved(self._tier(going.source), self._tier(going.target), report.tokens, report.kv_bytes)
+            self.pools.paged(going.source, going.target, report.tokens)
         told = self.pools.find(going.source, self._office.now_ns())
         if done and told is not None and told.state.pressed:
             self._page(told)
@@ -162,10 +163,9 @@ class Pager:
         """Begin as many page-outs as its pressure asks for and its places allow."""
         now_ns = self._office.now_ns()
         state = source.state
-        marks = Watermarks(self._config.page_low, self._config.page_high)
-        marks.pressed = True
         under_way = sum(going.tokens for going in self._going.values() if going.source == state.worker)
-        wanted = marks.wanted(state.empty_blocks, state.total_blocks) * source.block_tokens - under_way
+        missing = missing_blocks(self._config.page_high, state.empty_blocks, state.total_blocks)
+        wanted = missing * source.block_tokens - under_way
         while wanted > 0 and self._leaving[state.worker] < self._config.page_transfers:
             chosen = self._choose(source, now_ns)
             if chosen is None:
@@ -248,6 +248,7 @@ class Pager:
         if held and self._as_good_as_there(going, held, pinned.tokens):
             self.outcomes["held"] += 1
             self._metrics.held.inc()
+            self.pools.paged(going.source, "", pinned.tokens)
             self._end(going.transfer)
             self._release(going, committed=True)
             return

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from quartet_bus.messages import KvPressure, PoolState, Role
 from quartet_core.reuse import ReuseGaps
@@ -85,6 +85,19 @@ class Pools:
             if state.returns or state.losses:
                 self.reuse(replica.info.model).see(state.returns, state.losses, now_ns / 1e9)
         return heard
+
+    def paged(self, source: str, target: str, tokens: int) -> None:
+        """A page has gone from ``source`` to ``target`` ("": it was there already): until both say so, their last words
+        are taken to say it, so that nothing is paged twice over for the same want of room."""
+        for worker, sign in ((source, 1), (target, -1)):
+            told = self._told.get(worker)
+            if told is None:
+                continue
+            state, blocks = told.state, -(-tokens // told.block_tokens)
+            emptied = min(blocks, state.idle_blocks) if sign > 0 else -min(blocks, state.empty_blocks)
+            told.state = structs.replace(
+                state, empty_blocks=state.empty_blocks + emptied, idle_blocks=state.idle_blocks - emptied
+            )
 
     def find(self, worker: str, now_ns: int) -> Told | None:
         """The last word of ``worker``, while it is fresh and the worker lives."""

@@ -1,6 +1,7 @@
 """What an agent does with pages: pins and sends them, keeps those that come, drops those that are elsewhere."""
 
 import asyncio
+import json
 
 import msgspec
 
@@ -147,7 +148,9 @@ def test_wrong_bytes_are_not_kept_and_wrong_words_are_refused(on_stage, config_o
         cold = pair.state(pair.source).cold[0]
         pinned = await pair.page(cold.prefix)
         manifest = msgspec.msgpack.decode(pinned.manifest, type=PageManifest)
-        for wrong in (b"", b"\xc1", msgspec.msgpack.encode(PageManifest(manifest.contents[:-1]))):
+        nameless = (PageManifest((wrong, *manifest.contents[1:])) for wrong in (0, -1))
+        packed = map(msgspec.msgpack.encode, (PageManifest(manifest.contents[:-1]), *nameless))
+        for wrong in (b"", b"\xc1", *packed):
             assert (await pair.reserve(pinned, manifest=wrong, transfer="y")).reason == "manifest"
         forged = PageManifest((*manifest.contents[:3], 1234, *manifest.contents[4:]), manifest.rungs)
         lease = await pair.reserve(pinned, manifest=msgspec.msgpack.encode(forged))
@@ -171,5 +174,21 @@ def test_without_the_pool_an_agent_neither_speaks_of_its_kv_nor_parts_with_it(on
         assert pair.told == []
         assert (await pair.page(1)).reason == "not_capable"
         assert "page" not in stage.heard.inventories[-1].workers[0].capabilities
+
+    on_stage(play)
+
+
+def test_a_store_keeps_its_role_and_nobody_is_told_to_be_one(on_stage, config_of):
+    async def play(stage):
+        agent = await stage.agent(paging(config_of("a", ENGINE), store_bytes=100_000_000))
+        await asyncio.sleep(0.1)
+        assert [worker.role.value for worker in stage.heard.inventories[-1].workers] == ["both", "store"]
+        assert "is a store" in (await stage.control(agent, "role", "a-1", "both")).reason
+        assert "try: both, prefill, decode" in (await stage.control(agent, "role", "a-0", "store")).reason
+        assert (await stage.control(agent, "role", "", "decode")).ok
+        await asyncio.sleep(0.1)
+        assert [worker.role.value for worker in stage.heard.inventories[-1].workers] == ["decode", "store"]
+        told = json.loads((await stage.control(agent, "doctor")).payload)
+        assert [worker["engine"]["kind"] for worker in told["workers"]] == ["simulated", "store"]
 
     on_stage(play)

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet_bus import messages
-from quartet_bus.messages import FleetDelta, KvLayout, LinkInfo, NodeInventory, NodeStamp, WorkerInfo, WorkerState
+from quartet_bus.messages import (
+    ColdPrefix,
+    FleetDelta,
+    KvCommand,
+    KvLayout,
+    LinkInfo,
+    NodeInventory,
+    NodeStamp,
+    WorkerInfo,
+    WorkerState,
+)
 
 LAYOUT = KvLayout(16, 131_072, "bf16")
 WORKER = WorkerInfo("n-0", 0, 1, "H100", "m", "bf16", 1, (0,), 1000, 1000, 8, 512, LAYOUT, "e", step_ms=8.5)
@@ -20,7 +30,7 @@ STRUCTS = [
     for kind in vars(messages).values()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
 ]
-UNBOUNDED = {(NodeStamp, "emit_ns")}
+UNBOUNDED = {(NodeStamp, "emit_ns"), (KvCommand, "prefix"), (ColdPrefix, "prefix"), (ColdPrefix, "paged")}
 
 
 def _decoded(message, kind=None):

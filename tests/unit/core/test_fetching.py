@@ -261,13 +261,14 @@ def test_long_prompts_are_fetched_from_stores_too():
 
 
 def test_a_page_comes_back_from_an_l40s_to_an_h100_where_that_pays_and_is_used_in_place_where_not():
-    def decided(gb_per_s, queue_ms):
+    def decided(gb_per_s, queue_ms, h100_queue_ms=0.0):
         routing = fleet(gb_per_s, "H100_SXM5", "L40S_PCIE")
         hold(routing, 1)
+        word(routing, 0, queue=h100_queue_ms, batch=20 if h100_queue_ms else 0)
         word(routing, 1, queue=queue_ms, batch=4 if queue_ms else 0)
         plan = routing.decide(ask()).plan
         return plan.prefill, plan.fetches
 
     assert decided(46.6, 900.0) == (0, True)
     assert decided(0.5, 900.0) == (0, False), "computed on the H100: the link is slow"
-    assert decided(0.5, 0.0) == (1, False), "the L40S has it and has time: used in place"
+    assert decided(46.6, 0.0, 900.0) == (1, False), "used in place: the H100 is busy"

@@ -204,3 +204,30 @@ def test_with_the_pool_off_it_only_listens(play, make_worker):
         assert asked(world, "p", KvVerb.PAGE) == []
 
     play(story)
+
+
+def test_no_more_is_paged_than_the_marks_want_though_reports_are_old(play, make_worker):
+    async def story(world):
+        await begin(world, make_worker)
+        pressed(world, *range(1, 20))  # 1,500 blocks are wanted, a page has 1,000
+        await asyncio.sleep(1.5)
+        assert len(asked(world, "p", KvVerb.PAGE)) == 2
+        views = {view.worker: view for view in world.leader().pager.views()}
+        assert (views["p-0"].empty_tokens, views["d-0"].empty_tokens) == (32_000, 160_000 - 32_000)
+
+    play(story, **KV)
+
+
+def test_no_page_goes_to_a_worker_that_is_cordoned_or_only_decodes(play, make_worker):
+    async def story(world):
+        await begin(world, make_worker)
+        for number, change in enumerate(({"cordoned": True}, {"role": Role.DECODE}), 2):
+            told = world.agents["d"].inventory
+            workers = (msgspec.structs.replace(told.workers[0], **change),)
+            world.say(subjects.inventory("d"), msgspec.structs.replace(told, epoch=number, workers=workers))
+            await asyncio.sleep(0.05)
+            pressed(world, number)
+            await asyncio.sleep(0.2)
+        assert world.leader().pager.refused == {"no_room": 2}
+
+    play(story, **KV)

@@ -24,9 +24,10 @@ class MemoryNetwork:
         """From now on ``sink`` takes what is sent to ``address``."""
         self._sinks[address] = sink
 
-    def detach(self, address: str) -> None:
-        """Nobody takes what is sent to ``address`` any more."""
-        self._sinks.pop(address, None)
+    def detach(self, address: str, sink: Sink) -> None:
+        """``sink`` takes nothing any more; whoever was attached to ``address`` since then goes on."""
+        if self._sinks.get(address) is sink:
+            del self._sinks[address]
 
     def find(self, address: str) -> Sink | None:
         """Who takes transfers at ``address``."""
@@ -122,5 +123,5 @@ class MemoryMover:
 
     async def close(self) -> None:
         """As ``Mover.close``. An agent that was started again may listen at this address by now."""
-        if self._network.find(self._address) is self._sink:
-            self._network.detach(self._address)
+        if self._sink is not None:
+            self._network.detach(self._address, self._sink)

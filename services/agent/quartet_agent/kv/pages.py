@@ -101,11 +101,16 @@ class Pages:
 
 
 def manifest_of(command: KvCommand) -> PageManifest | None:
-    """What comes with a page's RESERVE; None when it cannot be read, or is not about as many tokens."""
+    """What comes with a page's RESERVE; None when it cannot be read, or its blocks are not as many or not named."""
     try:
         manifest = _manifest(command.manifest)
     except UNREADABLE:
         return None
     blocks = len(manifest.contents)
-    right = blocks > 0 and command.tokens % blocks == 0 and all(index < blocks for index, _ in manifest.rungs)
+    right = (
+        blocks > 0
+        and command.tokens % blocks == 0
+        and all(index < blocks for index, _ in manifest.rungs)
+        and all(0 < content < 1 << 64 for content in manifest.contents)
+    )
     return manifest if right else None

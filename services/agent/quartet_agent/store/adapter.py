@@ -3,7 +3,7 @@
 from asyncio import AbstractEventLoop
 from bisect import bisect_left
 
-from quartet_agent.engines.base import EngineAdapter, EngineLoad, Failed, Listener, Prefilled, Usage, Work
+from quartet_agent.engines.base import Diagnosis, EngineAdapter, EngineLoad, Failed, Listener, Prefilled, Usage, Work
 from quartet_agent.store.memory import StoreMemory
 from quartet_bus.messages import Role
 from quartet_core.ladder import BLOCK_TOKENS, RUNGS, Sketch, sketch_text, sketch_tokens
@@ -64,6 +64,11 @@ class StoreAdapter(EngineAdapter):
         fill = self._memory.fill()
         free = (fill.empty_blocks + fill.idle_blocks) / fill.total_blocks
         return EngineLoad(free_kv_fraction=free, queued_prefill_ms=0.0, running=0, waiting=0, steps=self._lent)
+
+    def diagnose(self) -> Diagnosis:
+        """As ``EngineAdapter.diagnose``: what it has, it knows by the manifests of its pages."""
+        held = {"held_blocks": self._memory.cache.cached}
+        return Diagnosis(kind="store", up=True, affinity="exact: manifests of pages", events=held)
 
     def drain_rungs(self) -> tuple[list[int], list[int]]:
         """As ``EngineAdapter.drain_rungs``."""
