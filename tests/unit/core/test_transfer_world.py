@@ -368,7 +368,7 @@ class World:
                 self.deliver(next(side for side, waiting in self.commands.items() if waiting))
             elif self.answers:
                 self.hear(0)
-            elif self.source.order and self.source.pinned:
+            elif self.source.pinned and (self.source.order or self.source.sending) and self.source.computed == 2:
                 self.send()
             elif not self.machine.ready and self.source.pinned and not self.machine.announced:
                 self.prefilled()
