@@ -35,11 +35,11 @@ def test_planes_answer_as_a_scan_of_all_words_would(history):
 
 
 @given(HISTORY)
-def test_whoever_has_less_free_kv_than_a_level_is_known_without_looking_at_the_lower_ones(history):
+def test_whoever_has_short_of_than_a_level_is_known_without_looking_at_the_lower_ones(history):
     planes, words = replay(history)
     for level in range(FREE_KV.levels + 1):
         below = {slot for slot, word in words.items() if FREE_KV.of(word) < level}
-        assert set(slots(planes.less_free_kv[level])) == below
+        assert set(slots(planes.short_of[level])) == below
 
 
 @given(HISTORY, st.integers(0, 2**91 - 1))
