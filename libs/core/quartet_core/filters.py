@@ -66,7 +66,7 @@ class Filters:
         roomy = healthy ^ (healthy & self._short(ask, roster))
         free = roomy or healthy
         holders = [
-            (min(RUNGS[rung] * BLOCK_TOKENS, prompt_tokens - 1), plane)
+            (covered if (covered := RUNGS[rung] * BLOCK_TOKENS) < prompt_tokens else prompt_tokens - 1, plane)
             for rung, plane in self._affinity.deepest(
                 ask.sketch, free & self._fleet.prefills if roster.halves else free, max_probes=_MAX_PROBES, grain=_GRAIN
             )

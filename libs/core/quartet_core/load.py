@@ -7,7 +7,7 @@ the cells' staircase: from the shortest wait on, only ever to a lower burden. Al
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -118,17 +118,23 @@ class Cells:
         else:
             del self._rows[place]
 
-    def staircase(self, mask: int, *, beside: int = 0) -> Iterator[tuple[float, int]]:
+    def staircase(
+        self, mask: int, *, beside: int = 0, within_ms: float = math.inf
+    ) -> Iterator[tuple[float, int]]:
         """The cells of ``mask`` that no other dominates, shortest wait first, burden falling: (the least wait in ms
         that its level stands for, plane).
 
-        Workers in ``beside`` dominate too, and are not given. A cell is looked up when it is asked for.
+        Workers in ``beside`` dominate too, and are not given. No level that stands for more than ``within_ms`` is
+        looked at. A cell is looked up when it is asked for.
         """
         everybody = mask | beside
         below, lowest = _LEVELS, self._lowest
+        beyond = bisect_right(_LEAST_WAIT_MS, within_ms)
         for wait_level, least, row in self._rows:
             if least >= below:
                 continue
+            if wait_level >= beyond:
+                break
             for burden_level, plane in row:
                 if burden_level >= below:
                     break
@@ -183,13 +189,15 @@ class LoadBoard:
             cells = self._cells[kind.index] = Cells()
         return cells
 
-    def staircase(self, kind: Kind, mask: int, *, beside: int = 0) -> Iterable[tuple[float, int]]:
+    def staircase(
+        self, kind: Kind, mask: int, *, beside: int = 0, within_ms: float = math.inf
+    ) -> Iterable[tuple[float, int]]:
         """``Cells.staircase`` of a kind; of a few workers without a walk through the cells of all others."""
         if not mask & (mask - 1):
             return ((0.0, mask),)
         everybody = mask | beside
         if everybody.bit_count() > _FEW:
-            return self.cells(kind).staircase(mask, beside=beside)
+            return self.cells(kind).staircase(mask, beside=beside, within_ms=within_ms)
         return self._few(everybody, mask)
 
     def _few(self, everybody: int, mask: int) -> list[tuple[float, int]]:

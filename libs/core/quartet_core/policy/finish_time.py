@@ -56,7 +56,8 @@ class FinishTime(Policy):
             if fetch is not None:
                 plan = fetch
                 considered = (fetch, *considered)
-        hold = self.view.board.loads[plan.prefill].queue_ms > self.worker(plan.prefill).kind.ahead_ms
+        load = self.view.board.loads[plan.prefill]
+        hold = load.queue_ms > load.kind.ahead_ms
         reason = Reason.BEST
         if hold:
             reason = Reason.HELD
@@ -64,7 +65,7 @@ class FinishTime(Policy):
             reason = Reason.SPLIT
         elif plan.fetches:
             reason = Reason.FETCH
-        return Decision(reason=reason, plan=plan, hold=hold, left=candidates.left, considered=considered)
+        return Decision(reason, plan, hold, candidates.left, considered)
 
     def _best_whole(self, ask: Ask, candidates: Candidates) -> tuple[float, int, int]:
         """(J, slot, cached tokens) of the best worker for all of it, slot −1 if there is none.
@@ -100,15 +101,19 @@ class FinishTime(Policy):
                 if spare_ms < 0.0:
                     continue  # not even the idlest of them could be the best
                 # Who holds more, waits no longer and is no dearer is better than they are, whatever the request.
-                for least_wait_ms, cell in board.staircase(kind, mask, beside=kind.plane & weighed):
+                cells = board.staircase(kind, mask, beside=kind.plane & weighed, within_ms=spare_ms)
+                for least_wait_ms, cell in cells:
                     if least_wait_ms > spare_ms:
                         break
                     load = loads[cell.bit_length() - 1]
+                    wait_ms = load.wait_ms
+                    if wait_ms > spare_ms:
+                        continue
                     prefill = load.drift * undisturbed
                     harm = kappa * load.crowd * prefill / output + kappa * load.harm
                     if harm >= least:
                         continue
-                    first = waited + load.wait_ms + prefill
+                    first = waited + wait_ms + prefill
                     if load.step_ms:
                         first -= -(load.queued_tokens + uncached) // load.room * load.step_ms
                     early, often = first / ttft, load.tpot_ms / tpot
@@ -178,7 +183,7 @@ class FinishTime(Policy):
                 undisturbed = kind.profile.prefill_ms(cached, uncached)
                 spare_ms = bound * ttft - waited - undisturbed
                 # Who holds more is not better for that alone: the way to the other half counts too.
-                for least_wait_ms, cell in board.staircase(kind, mask):
+                for least_wait_ms, cell in board.staircase(kind, mask, within_ms=spare_ms):
                     if least_wait_ms > spare_ms:
                         break
                     load = board.loads[cell.bit_length() - 1]
