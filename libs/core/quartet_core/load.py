@@ -118,9 +118,7 @@ class Cells:
         else:
             del self._rows[place]
 
-    def staircase(
-        self, mask: int, *, beside: int = 0, within_ms: float = math.inf
-    ) -> Iterator[tuple[float, int]]:
+    def staircase(self, mask: int, *, beside: int = 0, within_ms: float = math.inf) -> Iterator[tuple[float, int]]:
         """The cells of ``mask`` that no other dominates, shortest wait first, burden falling: (the least wait in ms
         that its level stands for, plane).
 
@@ -192,7 +190,9 @@ class LoadBoard:
     def staircase(
         self, kind: Kind, mask: int, *, beside: int = 0, within_ms: float = math.inf
     ) -> Iterable[tuple[float, int]]:
-        """``Cells.staircase`` of a kind; of a few workers without a walk through the cells of all others."""
+        """``Cells.staircase`` of a kind; of a few workers without a walk through the cells of all others, and of a
+        single one without a look at anything: to weigh it is quicker than to find out whether it is dominated.
+        ``mask`` is not empty."""
         if not mask & (mask - 1):
             return ((0.0, mask),)
         everybody = mask | beside
