@@ -50,9 +50,10 @@ class Filters:
         fit = lives
         prompt_tokens = ask.prompt_tokens
         if ask.embeds or ask.excluded or prompt_tokens + ask.max_tokens > roster.least_context:
-            fits = self._fitting(ask, roster)
-            if isinstance(fits, Reason):
-                return fits
+            fitting = self._fitting(ask, roster)
+            if isinstance(fitting, Reason):
+                return fitting
+            fits = fitting
             accepting &= fits
             if ask.excluded:
                 accepting &= ~ask.excluded
