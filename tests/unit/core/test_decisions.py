@@ -18,6 +18,7 @@ from quartet_core import word as w
 from quartet_core.affinity import _rungs_apart, rows_of  # which rungs are looked at has tests of its own
 from quartet_core.ladder import Sketch, covered_tokens, rungs_within
 from quartet_core.plan import Reason
+from quartet_core.policy.base import LESSER
 from quartet_core.verdict import Verdict
 
 PROMPTS = (64, 512, 1_536, 4_096, 8_000, 32_768)
@@ -143,10 +144,21 @@ class World:
                     if len(of_kind) > 1 and any(beats(place_of(loads[rival]), place) for rival in rivals):
                         continue
                     cost = objective(self.routing, ask, max(cell), cached)
+                    if self.hopeless(loads[max(cell)], ask, cached, least):
+                        continue
                     if cost < least - 1e-12:
                         least, winner = cost, cell
             deeper += group
         return least, self.next_of(winner)
+
+    def hopeless(self, load, ask, cached, least):
+        """Whether it would have to be less of a burden than the lightest of its kind to beat ``least``: the one rule
+        of the fast way that is no part of J, since another worker may have less of one term for more of another."""
+        of_kind = {s: other for s, other in self.routing.board.loads.items() if other.kind is load.kind}
+        lightest = of_kind[min(of_kind, key=lambda slot: (of_kind[slot].burden_level, -slot))]
+        prefill = load.kind.profile.prefill_ms(cached, ask.prompt_tokens - cached)
+        floor = lightest.harm + LESSER * lightest.tpot_ms / ask.tpot_ms + lightest.crowd * prefill / ask.output_tokens
+        return load.wait_ms > (least - floor) * ask.ttft_ms - ask.waited_ms - prefill
 
     def next_of(self, cell):
         """The next of equals after the one that was chosen last."""
