@@ -7,7 +7,7 @@ to workers at a limit) never take the last candidate.
 
 from quartet_core.affinity import AffinityTable
 from quartet_core.fleet import Fleet
-from quartet_core.ladder import BLOCK_TOKENS, RUNGS
+from quartet_core.ladder import covered_tokens
 from quartet_core.plan import Ask, Candidates, Reason
 from quartet_core.roster import Roster, Rosters
 from quartet_core.word import free_kv_level_for
@@ -67,7 +67,7 @@ class Filters:
         roomy = healthy ^ (healthy & self._short(ask, roster))
         free = roomy or healthy
         holders = [
-            (covered if (covered := RUNGS[rung] * BLOCK_TOKENS) < prompt_tokens else prompt_tokens - 1, plane)
+            (covered if (covered := covered_tokens(rung)) < prompt_tokens else prompt_tokens - 1, plane)
             for rung, plane in self._affinity.deepest(
                 ask.sketch, free & self._fleet.prefills if roster.halves else free, max_probes=_MAX_PROBES, grain=_GRAIN
             )
