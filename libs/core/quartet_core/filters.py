@@ -9,7 +9,8 @@ from quartet_core.affinity import AffinityTable
 from quartet_core.fleet import Fleet
 from quartet_core.ladder import covered_tokens
 from quartet_core.plan import Ask, Candidates, Reason
-from quartet_core.word import BATCH, QUEUE, free_kv_level_for
+from quartet_core.roster import Roster, Rosters
+from quartet_core.word import free_kv_level_for
 
 _GRAIN, _MAX_PROBES = 24, 14
 """Cached depths are told apart to 1/24 of the prompt, of prompts above 49k tokens to the ladder's longest step, with at
@@ -34,85 +35,97 @@ class Filters:
     ) -> None:
         self._fleet = fleet
         self._affinity = affinity
+        self._rosters = Rosters(fleet)
         self._long_prompt_tokens = long_prompt_tokens
         self._long_context_tokens = long_context_tokens
         self._least_long_tokens = min(long_prompt_tokens, long_context_tokens)
-        self._queues = fleet.planes.levels(QUEUE.name)
-        self._batches = fleet.planes.levels(BATCH.name)
 
     def candidates(self, ask: Ask) -> Candidates | Reason:
         """The workers left for ``ask``, or the reason why there are none."""
-        fleet = self._fleet
-        serving = fleet.serving.get(ask.model)
-        if serving is None:
+        roster = self._rosters.of(ask.model)
+        if roster is None:
             return Reason.UNKNOWN_MODEL
-        alive = serving & (fleet.up | fleet.suspect | fleet.frozen)
-        if not alive:
-            return Reason.NO_WORKER
+        fits, accepting, healthy, up = roster.alive, roster.working, roster.healthy, roster.up
+        serves, lives, works, sound = roster.counts
+        fit = lives
         prompt_tokens = ask.prompt_tokens
-        whole_tokens = prompt_tokens + ask.max_tokens
-        needed_tokens = prompt_tokens + (ask.most_tokens or ask.output_tokens)
-        less_free_kv = fleet.planes.less_free_kv
-        # A worker with nothing to do is not full, whatever its last step said: only work makes it say anything new.
-        idle = self._queues[0] & self._batches[0]
-        fits = roomy = long_context = 0
-        embeds, offered = ask.embeds, False
-        for kind in fleet.kinds_of[ask.model]:
-            plane = kind.plane & alive
-            if embeds:
-                if EMBEDDINGS not in kind.facts.capabilities:
-                    continue
-                offered = True  # maybe by the dead alone
-            elif not plane or whole_tokens > kind.max_context or whole_tokens > kind.kv_tokens:
-                continue
-            fits |= plane
-            # Workers below the level that surely has room.
-            short = less_free_kv[free_kv_level_for(min(needed_tokens / kind.kv_tokens, 1.0))]
-            short ^= short & idle
-            roomy |= plane ^ (plane & short)  # not ``& ~short``: CPython takes thrice as long with a negative number
-            if kind.long_context:
-                long_context |= kind.plane
-        if not fits:
-            return Reason.TOO_LONG if not embeds else Reason.NO_WORKER if offered else Reason.NO_EMBEDDINGS
-        working = fits & fleet.accepting & fleet.open
-        accepting = working & ~ask.excluded if ask.excluded else working
+        if ask.embeds or ask.excluded or prompt_tokens + ask.max_tokens > roster.least_context:
+            fitting = self._fitting(ask, roster)
+            if isinstance(fitting, Reason):
+                return fitting
+            fits = fitting
+            accepting &= fits
+            if ask.excluded:
+                accepting &= ~ask.excluded
+            healthy = accepting & self._fleet.up
+            up = healthy != 0
+            healthy = healthy or accepting
+            fit, works, sound = fits.bit_count(), accepting.bit_count(), healthy.bit_count()
         if not accepting:
-            return Reason.ALL_BUSY if fits & ~ask.excluded else Reason.NO_WORKER
-        healthy = accepting & fleet.up or accepting
-        free = healthy & roomy or healthy
+            untried = fits & ~ask.excluded
+            return Reason.ALL_BUSY if untried else Reason.NO_WORKER
+        roomy = healthy ^ (healthy & self._short(ask, roster))
+        free = roomy or healthy
         # Stores compute nothing, so what makes a worker unfit does not count: they are up, or they are not.
-        stores = 0
+        fleet, stores = self._fleet, 0
         if ask.plans_fetch and (stores := fleet.stores.get(ask.model, 0)):
-            stores &= fleet.up & fleet.open & fleet.accepting & ~ask.excluded
+            stores &= fleet.up & fleet.open & fleet.planes.sound & ~ask.excluded
+        lending = (free & fleet.prefills if roster.halves else free) | stores
         holders = [
-            (min(covered_tokens(rung), prompt_tokens - 1), plane)
-            for rung, plane in self._affinity.deepest(
-                ask.sketch, free & fleet.prefills | stores, max_probes=_MAX_PROBES, grain=_GRAIN
-            )
+            (covered if (covered := covered_tokens(rung)) < prompt_tokens else prompt_tokens - 1, plane)
+            for rung, plane in self._affinity.deepest(ask.sketch, lending, max_probes=_MAX_PROBES, grain=_GRAIN)
         ]
         left = free
         if prompt_tokens > self._least_long_tokens:
-            left, holders = self._long(ask, free, holders, long_context, stores)
-        return Candidates(
-            whole=left & fleet.prefills & fleet.decodes,
-            prefill=left & fleet.prefills,
-            decode=accepting & roomy & fleet.up & fleet.decodes,
-            holders=holders,
-            left=(
-                serving.bit_count(), alive.bit_count(), fits.bit_count(), accepting.bit_count(), healthy.bit_count(),
-                free.bit_count(), left.bit_count(),
-            ),
-        )  # fmt: skip
+            left, holders = self._long(ask, roster, free, holders, stores)
+        whole, prefill, decode = left, left, roomy if up else 0
+        if roster.halves:
+            prefill &= fleet.prefills
+            decode &= fleet.decodes
+            whole = prefill & fleet.decodes
+        counts = serves, lives, fit, works, sound, free.bit_count(), left.bit_count()
+        return Candidates(whole, prefill, decode, holders, counts)
+
+    def _fitting(self, ask: Ask, roster: Roster) -> int | Reason:
+        """The living workers whose context and memory hold ``ask``, or that make embeddings if it wants them."""
+        if not roster.alive:
+            return Reason.NO_WORKER
+        whole_tokens = ask.prompt_tokens + ask.max_tokens
+        fits, offered = 0, False
+        for kind in roster.kinds:
+            if ask.embeds:
+                if EMBEDDINGS in kind.facts.capabilities:
+                    offered = True  # maybe by the dead alone
+                    fits |= kind.plane
+            elif whole_tokens <= kind.max_context and whole_tokens <= kind.kv_tokens:
+                fits |= kind.plane
+        fits &= roster.alive
+        if fits:
+            return fits
+        return Reason.TOO_LONG if not ask.embeds else Reason.NO_WORKER if offered else Reason.NO_EMBEDDINGS
+
+    def _short(self, ask: Ask, roster: Roster) -> int:
+        """The plane of the workers below the level of free KV that surely has room."""
+        needed_tokens = ask.prompt_tokens + (ask.most_tokens or ask.output_tokens)
+        short_of = self._fleet.planes.short_of
+        short = 0
+        for kind in roster.kinds:
+            short |= kind.plane & short_of[free_kv_level_for(needed_tokens / kind.kv_tokens)]
+        return short
 
     def _long(
-        self, ask: Ask, free: int, holders: list[tuple[int, int]], long_context: int, stores: int
+        self, ask: Ask, roster: Roster, free: int, holders: list[tuple[int, int]], stores: int
     ) -> tuple[int, list[tuple[int, int]]]:
         """Take workers out that would have to compute a long prompt and should not."""
         kept = free
-        if strained := free & self._fleet.strained:
+        if strained := free & self._fleet.planes.strained:
             spared = _with_at_most(self._long_prompt_tokens, ask.prompt_tokens, holders)
             kept = free ^ (strained ^ (strained & spared)) or free
         if ask.prompt_tokens > self._long_context_tokens:
+            long_context = 0
+            for kind in roster.kinds:
+                if kind.long_context:
+                    long_context |= kind.plane
             near = _with_at_most(self._long_context_tokens, ask.prompt_tokens, holders)
             kept = kept & (near | long_context) or free & long_context or kept
         lending = kept | stores

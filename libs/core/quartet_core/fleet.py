@@ -17,7 +17,7 @@ from quartet_core.planes import FleetPlanes
 from quartet_core.profile import Profile
 from quartet_core.sightings import Sightings
 from quartet_core.verdict import Verdict
-from quartet_core.word import DRIFT, DRIFT_UNUSABLE_LEVEL, pack
+from quartet_core.word import DRIFT, pack
 
 IDLE_WORD = pack(free_kv=15, queue=0, batch=0, drift=0, accepting=True)
 """What a worker is taken for until its first beat: usable at once."""
@@ -155,9 +155,8 @@ class Fleet:
         self.workers: list[Worker | None] = []
         self.kinds: list[Kind] = []
         self.planes = FleetPlanes()
-        self._accepting = self.planes.levels("accepting")
-        self._faulty = self.planes.levels("fault")
-        self._drifts = self.planes.levels(DRIFT.name)
+        self.revision = 0
+        """Rises whenever it changes who serves what, lives, takes work, or may do which half: what rosters rest on."""
         self.serving: dict[str, int] = {}
         """Model or adapter name → plane of the workers that serve it."""
         self.kinds_of: dict[str, list[Kind]] = {}
@@ -278,7 +277,10 @@ class Fleet:
                 self.disputed.discard(slot)
         moved = beat != worker.beat
         worker.beat = beat
+        sound = self.planes.sound
         changed = self.planes.set(slot, state)
+        if self.planes.sound != sound:
+            self.revision += 1
         if -alive != self.verdict(slot):
             self._set_verdict(slot, -alive)
             changed = True
@@ -313,18 +315,6 @@ class Fleet:
     def drift(self, slot: int) -> int:
         """The drift level of a slot."""
         return DRIFT.of(self.planes.word(slot) or 0)
-
-    @property
-    def accepting(self) -> int:
-        """Workers that take work: accepting, without an engine fault, and not so slow that no plan survives."""
-        sound = self._accepting[1] & self._faulty[0]
-        return sound ^ (sound & self._drifts[DRIFT_UNUSABLE_LEVEL])
-
-    @property
-    def strained(self) -> int:
-        """Workers at a limit (heat or power, PCIe, memory): they take no long prompts."""
-        planes = self.planes
-        return planes.level("throttled", 1) | planes.level("congested", 1) | planes.level("pressed", 1)
 
     def _same(self, worker: Worker, fact: WorkerFacts) -> bool:
         return self._key(worker.facts) == self._key(fact) and worker.facts.adapters == fact.adapters
@@ -400,6 +390,7 @@ class Fleet:
                 if kind not in kinds:
                     kinds.append(kind)
         self.planes.set(slot, IDLE_WORD)
+        self.revision += 1
         self._set_verdict(slot, Verdict.UP)
         self._set_orders(worker, fact)
         return slot
@@ -420,6 +411,7 @@ class Fleet:
         self.prefills &= clear
         self.decodes &= clear
         self.open &= clear
+        self.revision += 1
         self.planes.drop(slot)
         self.disputed.discard(slot)
         self.workers[slot] = None
@@ -427,6 +419,7 @@ class Fleet:
 
     def _set_verdict(self, slot: int, verdict: int) -> None:
         bit = 1 << slot
+        self.revision += 1
         self.up &= ~bit
         self.suspect &= ~bit
         self.frozen &= ~bit
@@ -439,6 +432,7 @@ class Fleet:
 
     def _set_orders(self, worker: Worker, fact: WorkerFacts) -> None:
         worker.facts = fact
+        self.revision += 1
         bit = 1 << worker.slot
         self.prefills = self.prefills | bit if fact.role not in ("decode", STORE) else self.prefills & ~bit
         self.decodes = self.decodes | bit if fact.role not in ("prefill", STORE) else self.decodes & ~bit

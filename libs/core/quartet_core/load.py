@@ -7,8 +7,8 @@ the cells' staircase: from the shortest wait on, only ever to a lower burden. Al
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from quartet_core.fleet import Kind
@@ -18,6 +18,8 @@ from quartet_core.word import queue_bounds_ms, queue_level
 _LEVELS: Final = 64
 _LEAST_WAIT_MS: Final = tuple(queue_bounds_ms(level)[0] for level in range(_LEVELS))
 _BURDEN_FLOOR: Final = 0.02
+_FEW: Final = 8
+"""So many workers are put in order by themselves sooner than they are found among the cells of all."""
 _BURDEN_STEPS: Final = 6.0  # per octave: one level is 12 %, 64 levels reach 0.02 to 32 times the target
 
 
@@ -64,7 +66,7 @@ class Load:
 class Cells:
     """The workers of one kind by (wait level, burden level)."""
 
-    __slots__ = ("_lowest", "_of_burden", "_rows", "count")
+    __slots__ = ("_lowest", "_of_burden", "_rows", "count", "lightest")
 
     def __init__(self) -> None:
         # Wait levels that have workers, lowest first: (wait level, its least burden level, its row), the row being
@@ -72,6 +74,8 @@ class Cells:
         self._rows: list[tuple[int, int, list[tuple[int, int]]]] = []
         self._of_burden = [0] * _LEVELS  # per burden level: the plane of its workers, whatever their wait
         self._lowest = _LEVELS  # the least burden level of anybody
+        self.lightest = 0
+        """The plane of the workers with the least burden, whatever their wait; empty if there are none."""
         self.count = 0
         """How many cells are occupied."""
 
@@ -80,6 +84,7 @@ class Cells:
         bit = 1 << slot
         self._of_burden[burden_level] |= bit
         self._lowest = min(self._lowest, burden_level)
+        self.lightest = self._of_burden[self._lowest]
         place = bisect_left(self._rows, (wait_level,))
         if place == len(self._rows) or self._rows[place][0] != wait_level:
             self._rows.insert(place, (wait_level, burden_level, []))
@@ -98,6 +103,7 @@ class Cells:
         self._of_burden[burden_level] ^= bit
         while self._lowest < _LEVELS and not self._of_burden[self._lowest]:
             self._lowest += 1
+        self.lightest = self._of_burden[self._lowest] if self._lowest < _LEVELS else 0
         place = bisect_left(self._rows, (wait_level,))
         row = self._rows[place][2]
         at = bisect_left(row, (burden_level,))
@@ -112,17 +118,21 @@ class Cells:
         else:
             del self._rows[place]
 
-    def staircase(self, mask: int, *, beside: int = 0) -> Iterator[tuple[float, int]]:
+    def staircase(self, mask: int, *, beside: int = 0, within_ms: float = math.inf) -> Iterator[tuple[float, int]]:
         """The cells of ``mask`` that no other dominates, shortest wait first, burden falling: (the least wait in ms
         that its level stands for, plane).
 
-        Workers in ``beside`` dominate too, and are not given. A cell is looked up when it is asked for.
+        Workers in ``beside`` dominate too, and are not given. No level that stands for more than ``within_ms`` is
+        looked at. A cell is looked up when it is asked for.
         """
         everybody = mask | beside
         below, lowest = _LEVELS, self._lowest
+        beyond = bisect_right(_LEAST_WAIT_MS, within_ms)
         for wait_level, least, row in self._rows:
             if least >= below:
                 continue
+            if wait_level >= beyond:
+                break
             for burden_level, plane in row:
                 if burden_level >= below:
                     break
@@ -133,11 +143,6 @@ class Cells:
                     break
             if below <= lowest:
                 break
-
-    @property
-    def lightest(self) -> int:
-        """The plane of the workers with the least burden, whatever their wait; empty if there are none."""
-        return self._of_burden[self._lowest] if self._lowest < _LEVELS else 0
 
     def by_burden(self, mask: int) -> Iterator[int]:
         """The planes of ``mask`` by rising burden, whatever their wait: for work that does not queue for prefill."""
@@ -181,6 +186,37 @@ class LoadBoard:
         if cells is None:
             cells = self._cells[kind.index] = Cells()
         return cells
+
+    def staircase(
+        self, kind: Kind, mask: int, *, beside: int = 0, within_ms: float = math.inf
+    ) -> Iterable[tuple[float, int]]:
+        """``Cells.staircase`` of a kind; of a few workers without a walk through the cells of all others, and of a
+        single one without a look at anything: to weigh it is quicker than to find out whether it is dominated.
+        ``mask`` is not empty."""
+        if not mask & (mask - 1):
+            return ((0.0, mask),)
+        everybody = mask | beside
+        if everybody.bit_count() > _FEW:
+            return self.cells(kind).staircase(mask, beside=beside, within_ms=within_ms)
+        return self._few(everybody, mask)
+
+    def _few(self, everybody: int, mask: int) -> list[tuple[float, int]]:
+        cells: dict[int, int] = {}
+        while everybody:
+            slot = everybody.bit_length() - 1
+            load = self.loads[slot]
+            place = load.wait_level * _LEVELS + load.burden_level
+            cells[place] = cells.get(place, 0) | 1 << slot
+            everybody ^= 1 << slot
+        stairs = []
+        below = _LEVELS
+        for place in sorted(cells):
+            burden_level = place % _LEVELS
+            if burden_level < below:
+                below = burden_level
+                if part := cells[place] & mask:
+                    stairs.append((_LEAST_WAIT_MS[place // _LEVELS], part))
+        return stairs
 
     @property
     def groups(self) -> int:

@@ -8,18 +8,35 @@ import struct
 from collections.abc import Iterator
 from typing import Final
 
-from quartet_core.word import FIELDS, FREE_KV, STATE_MASK
+from quartet_core.word import (
+    ACCEPTING,
+    BATCH,
+    CONGESTED,
+    DRIFT,
+    DRIFT_UNUSABLE_LEVEL,
+    FAULT,
+    FIELDS,
+    FREE_KV,
+    PRESSED,
+    QUEUE,
+    STATE_MASK,
+    THROTTLED,
+)
 
 _CHUNK_BITS: Final = 64
+_WORK: Final = QUEUE.mask | BATCH.mask
+_SOUNDNESS: Final = ACCEPTING.mask | FAULT.mask | DRIFT.mask
+_STRAINS: Final = THROTTLED.mask | CONGESTED.mask | PRESSED.mask
 
 
 class FleetPlanes:
-    """One plane for every level of every state field.
+    """One plane for every level of every state field, and one for each question that every decision asks.
 
-    Invariant: for each field, every occupied slot has its bit in exactly one level's plane.
+    Invariant: for each field, every occupied slot has its bit in exactly one level's plane. The answers are kept in
+    step with the words, since words change one at a time and questions are about all of them.
     """
 
-    __slots__ = ("_fields", "_levels", "_words", "less_free_kv", "occupied")
+    __slots__ = ("_fields", "_levels", "_words", "occupied", "short_of", "sound", "strained")
 
     def __init__(self) -> None:
         self.occupied = 0
@@ -28,8 +45,13 @@ class FleetPlanes:
         self._levels: dict[str, list[int]] = {field.name: [0] * field.levels for field in FIELDS}
         # One tuple per field: a lookup of attributes per field and update would cost more than the update.
         self._fields = tuple((field.mask, field.shift, self._levels[field.name]) for field in FIELDS)
-        self.less_free_kv = [0] * (FREE_KV.levels + 1)
-        """Per level of free KV: the plane of the workers that are below it. Every decision asks for one of these."""
+        self.short_of = [0] * (FREE_KV.levels + 1)
+        """Per level of free KV: the plane of the workers that are below it and have any work. A worker with nothing to
+        do is not full, whatever its last step said: only work makes it say anything new."""
+        self.sound = 0
+        """The plane of the workers that take work: accepting, no engine fault, not so slow that no plan survives."""
+        self.strained = 0
+        """The plane of the workers at a limit: heat or power, PCIe, memory."""
 
     def set(self, slot: int, word: int) -> bool:
         """Take ``word`` as the state of ``slot``; return whether any decision could change by it.
@@ -45,15 +67,18 @@ class FleetPlanes:
             self.occupied |= bit
             for mask, shift, planes in self._fields:
                 planes[(word & mask) >> shift] |= bit
-            self._move_free_kv(bit, FREE_KV.of(word), FREE_KV.levels)
+            changed, room = STATE_MASK, FREE_KV.levels
         else:
-            changed = before ^ word
+            changed, room = before ^ word, _room_level(before)
             for mask, shift, planes in self._fields:
                 if changed & mask:
                     planes[(before & mask) >> shift] ^= bit
                     planes[(word & mask) >> shift] |= bit
-            if changed & FREE_KV.mask:
-                self._move_free_kv(bit, FREE_KV.of(before), FREE_KV.of(word))
+        self._move_room(bit, room, _room_level(word))
+        if changed & _SOUNDNESS:
+            self.sound = self.sound | bit if _is_sound(word) else self.sound & ~bit
+        if changed & _STRAINS:
+            self.strained = self.strained | bit if word & _STRAINS else self.strained & ~bit
         self._words[slot] = word
         return True
 
@@ -66,12 +91,15 @@ class FleetPlanes:
         self.occupied ^= bit
         for mask, shift, planes in self._fields:
             planes[(word & mask) >> shift] ^= bit
-        self._move_free_kv(bit, FREE_KV.of(word), FREE_KV.levels)
+        self._move_room(bit, _room_level(word), FREE_KV.levels)
+        self.sound &= ~bit
+        self.strained &= ~bit
 
-    def _move_free_kv(self, bit: int, before: int, after: int) -> None:
-        """A worker's free KV went from one level to another; ``FREE_KV.levels`` stands for no worker."""
-        for level in range(min(before, after) + 1, max(before, after) + 1):
-            self.less_free_kv[level] ^= bit
+    def _move_room(self, bit: int, before: int, after: int) -> None:
+        """A worker's level of free KV changed; ``FREE_KV.levels`` stands for one without work, or for none."""
+        if before != after:
+            for level in range(min(before, after) + 1, max(before, after) + 1):
+                self.short_of[level] ^= bit
 
     def word(self, slot: int) -> int | None:
         """The state bits of ``slot``, or None if it is empty."""
@@ -102,6 +130,14 @@ class FleetPlanes:
 
     def __len__(self) -> int:
         return len(self._words)
+
+
+def _room_level(word: int) -> int:
+    return FREE_KV.of(word) if word & _WORK else FREE_KV.levels
+
+
+def _is_sound(word: int) -> bool:
+    return word & (ACCEPTING.mask | FAULT.mask) == ACCEPTING.mask and DRIFT.of(word) != DRIFT_UNUSABLE_LEVEL
 
 
 def slots(plane: int) -> Iterator[int]:

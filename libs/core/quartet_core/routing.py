@@ -156,7 +156,8 @@ class Routing:
         """Send this request to a resting worker whose trial is due, if it is a small one that the worker could take."""
         fleet = self.fleet
         due = self.breakers.due(ask.at_ms) & fleet.serving.get(ask.model, 0) & ~ask.excluded
-        due &= (fleet.up | fleet.suspect | fleet.frozen) & fleet.accepting & fleet.open & fleet.prefills & fleet.decodes
+        due &= (fleet.up | fleet.suspect | fleet.frozen) & fleet.planes.sound & fleet.open
+        due &= fleet.prefills & fleet.decodes
         if not due or ask.prompt_tokens > TRIAL_TOKENS:
             return None
         slot = (due & -due).bit_length() - 1

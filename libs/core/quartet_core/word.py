@@ -128,8 +128,9 @@ def free_kv_level(fraction: float) -> int:
 
 
 def free_kv_level_for(fraction: float) -> int:
-    """The lowest level that stands for at least ``fraction``, 0.0 to 1.0: who is there surely has so much."""
-    return bisect_left(_FREE_KV, fraction)
+    """The lowest level that stands for at least ``fraction``: who is there surely has so much. Above 1.0 the top one,
+    which stands for all of it."""
+    return bisect_left(_FREE_KV, fraction, 0, FREE_KV.levels - 1)
 
 
 def free_kv_fraction(level: int) -> float:

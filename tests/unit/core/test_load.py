@@ -78,6 +78,15 @@ def test_workers_beside_the_mask_dominate_unseen(placed, mask, beside):
     assert {slot for _, plane in found for slot in slots(plane)} == expected
 
 
+@given(workers, st.integers(0, (1 << 41) - 1), st.sampled_from([0.0, 1.0, 30.0, 5_000.0]))
+def test_a_walk_within_a_wait_is_the_beginning_of_the_whole_walk(placed, mask, within_ms):
+    cells = Cells()
+    for slot, (wait, burden) in placed.items():
+        cells.put(slot, wait, burden)
+    expected = [(wait_ms, plane) for wait_ms, plane in cells.staircase(mask) if wait_ms <= within_ms]
+    assert list(cells.staircase(mask, within_ms=within_ms)) == expected
+
+
 def kind(hardware="H100_SXM5"):
     profile = catalogue.builtin().profile(hardware, "llama-3.1-8b", "fp8", 1)
     return Kind(
@@ -109,6 +118,23 @@ def test_more_work_is_never_less_load(lighter, heavier):
 
 def test_the_same_work_is_dearer_on_slower_hardware():
     assert Load(kind("L40S_PCIE"), belief(batch=8), 1.0, 1.0).tpot_ms > Load(kind(), belief(batch=8), 1.0, 1.0).tpot_ms
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 2_000), st.integers(0, 60)), min_size=2, max_size=14),
+    st.integers(1, (1 << 14) - 1),
+    st.integers(0, (1 << 14) - 1),
+)
+def test_a_few_workers_stand_on_the_staircase_that_a_walk_through_all_cells_finds(loads, mask, beside):
+    board, h100 = LoadBoard(1.0), kind()
+    for slot, (queue_ms, batch) in enumerate(loads):
+        board.update(slot, h100, belief(queue_ms=queue_ms, batch=batch), 1.0)
+    mask, beside = mask & (1 << len(loads)) - 1, beside & (1 << len(loads)) - 1
+    found = list(board.staircase(h100, mask, beside=beside))
+    if mask.bit_count() > 1:
+        assert found == list(board.cells(h100).staircase(mask, beside=beside))
+    elif mask:
+        assert found == [(0.0, mask)]  # one alone is weighed at once, whoever is beside it
 
 
 def test_the_board_moves_a_worker_between_cells_and_drops_it():

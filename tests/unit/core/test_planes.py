@@ -2,7 +2,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet_core.planes import FleetPlanes, count, slots
-from quartet_core.word import FIELDS, FREE_KV, STATE_MASK, WORD_MASK
+from quartet_core.word import (
+    ACCEPTING,
+    BATCH,
+    CONGESTED,
+    DRIFT,
+    DRIFT_UNUSABLE_LEVEL,
+    FAULT,
+    FIELDS,
+    FREE_KV,
+    PRESSED,
+    QUEUE,
+    STATE_MASK,
+    THROTTLED,
+    WORD_MASK,
+)
 
 HISTORY = st.lists(st.tuples(st.integers(0, 90), st.none() | st.integers(0, WORD_MASK)), max_size=60)
 
@@ -35,11 +49,19 @@ def test_planes_answer_as_a_scan_of_all_words_would(history):
 
 
 @given(HISTORY)
-def test_whoever_has_less_free_kv_than_a_level_is_known_without_looking_at_the_lower_ones(history):
+def test_what_every_decision_asks_is_answered_as_a_scan_of_all_words_would(history):
     planes, words = replay(history)
+    busy = {slot: word for slot, word in words.items() if QUEUE.of(word) or BATCH.of(word)}
     for level in range(FREE_KV.levels + 1):
-        below = {slot for slot, word in words.items() if FREE_KV.of(word) < level}
-        assert set(slots(planes.less_free_kv[level])) == below
+        below = {slot for slot, word in busy.items() if FREE_KV.of(word) < level}
+        assert set(slots(planes.short_of[level])) == below
+    assert set(slots(planes.sound)) == {
+        slot for slot, word in words.items()
+        if ACCEPTING.of(word) and not FAULT.of(word) and DRIFT.of(word) != DRIFT_UNUSABLE_LEVEL
+    }  # fmt: skip
+    assert set(slots(planes.strained)) == {
+        slot for slot, word in words.items() if THROTTLED.of(word) or CONGESTED.of(word) or PRESSED.of(word)
+    }
 
 
 @given(HISTORY, st.integers(0, 2**91 - 1))

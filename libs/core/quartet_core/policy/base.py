@@ -93,10 +93,10 @@ class Policy(ABC):
 
     def whole_plan(self, ask: Ask, slot: int, cached: int, cost: float) -> Plan:
         """The plan that gives all of ``ask`` to one worker, with its predicted times."""
-        worker = self.view.fleet.at(slot)
         load = self.view.board.loads[slot]
-        prefill_ms = load.drift * worker.kind.profile.prefill_ms(cached, ask.prompt_tokens - cached)
-        ttft_ms = self.ttft_ms(ask, load, prefill_ms, ask.prompt_tokens - cached)
+        uncached = ask.prompt_tokens - cached
+        prefill_ms = load.drift * load.kind.profile.prefill_ms(cached, uncached)
+        ttft_ms = self.ttft_ms(ask, load, prefill_ms, uncached)
         return Plan(
             prefill=slot,
             decode=slot,

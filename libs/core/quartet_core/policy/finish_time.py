@@ -17,7 +17,7 @@ code and long-context traces; the harm term is what pays.)
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from itertools import islice
 from typing import ClassVar
 
@@ -28,6 +28,9 @@ from quartet_core.policy.fetching import best_fetch
 
 _DECODERS = 3
 """Cells of decode workers of a kind that a split looks at, from the least burdened on."""
+
+_FIRSTS = -3_000_001
+"""Turns of ``spread`` among places for a prefill alone, apart from others'."""
 
 _First = tuple[int, int, float, float, float]
 """A place for the prefill: slot, cached tokens, prefill ms, ms to the end of the prefill, harm done there."""
@@ -42,12 +45,11 @@ class FinishTime(Policy):
 
     def choose(self, ask: Ask, candidates: Candidates) -> Decision:
         """The plan of least J; asks to hold when its worker has more than the kind's ``ahead_ms`` before it."""
-        firsts: list[_First] | None = [] if ask.plans_split else None
-        cost, slot, cached = self._best_whole(ask, candidates, firsts)
+        cost, slot, cached = self._best_whole(ask, candidates)
         plan = self.whole_plan(ask, slot, cached, cost) if slot >= 0 else None
         considered = (plan,) if plan is not None else ()
-        if firsts:
-            split = self._best_split(ask, candidates, firsts, cost * self.view.split_margin)
+        if ask.plans_split:
+            split = self._best_split(ask, candidates, cost * self.view.split_margin)
             if split is not None:
                 plan = split
                 considered = (split, *considered)
@@ -58,7 +60,8 @@ class FinishTime(Policy):
             if fetch is not None:
                 plan = fetch
                 considered = (fetch, *considered)
-        hold = self.view.board.loads[plan.prefill].queue_ms > self.worker(plan.prefill).kind.ahead_ms
+        load = self.view.board.loads[plan.prefill]
+        hold = load.queue_ms > load.kind.ahead_ms
         reason = Reason.BEST
         if hold:
             reason = Reason.HELD
@@ -66,32 +69,32 @@ class FinishTime(Policy):
             reason = Reason.SPLIT
         elif plan.fetches:
             reason = Reason.FETCH
-        return Decision(reason=reason, plan=plan, hold=hold, left=candidates.left, considered=considered)
+        return Decision(reason, plan, hold, candidates.left, considered)
 
-    def _best_whole(self, ask: Ask, candidates: Candidates, firsts: list[_First] | None) -> tuple[float, int, int]:
-        """(J, slot, cached tokens) of the best worker for all of it, slot −1 if there is none. With ``firsts``, every
-        worker that could be the best place for the prefill is added to it.
+    def _best_whole(self, ask: Ask, candidates: Candidates) -> tuple[float, int, int]:
+        """(J, slot, cached tokens) of the best worker for all of it, slot −1 if there is none.
 
         This is the inner loop of every decision: one pass, locals only, each worker weighed in a few float operations.
         """
-        board, loads, kappa = self.view.board, self.view.board.loads, self.view.kappa
+        board, kappa = self.view.board, self.view.kappa
+        loads = board.loads
         waited, ttft, tpot, output = ask.waited_ms, ask.ttft_ms, ask.tpot_ms, ask.output_tokens
-        whole = candidates.whole
-        rest = whole if firsts is None else whole | candidates.prefill
+        rest = candidates.whole
         weighed = 0  # workers that hold more of the prompt than the ones now looked at
         least, best, best_cached, best_turn = math.inf, 0, 0, 0
-        kinds = [
-            (kind, of_kind, *self._least_burden(ask, of_kind.lightest, firsts is None))
-            for kind in self.view.fleet.kinds_of[ask.model]
-            if (of_kind := board.cells(kind)).lightest
-        ]
+        lanes = []
+        for kind in self.view.fleet.kinds_of[ask.model]:
+            if lightest := board.cells(kind).lightest:
+                # What J has at least besides the part of its first token: once, and for each ms of prefill.
+                load = loads[lightest.bit_length() - 1]
+                lanes.append((kind, kappa * load.harm + LESSER * load.tpot_ms / tpot, kappa * load.crowd / output))
         for cached, holders in (*candidates.holders, (0, rest)):
             plane = holders & rest
             if not plane:
                 continue
             rest ^= plane
             uncached = ask.prompt_tokens - cached
-            for kind, of_kind, once, each in kinds:
+            for kind, once, each in lanes:
                 mask = kind.plane & plane
                 if not mask:
                     continue
@@ -101,35 +104,24 @@ class FinishTime(Policy):
                 spare_ms = (least - fixed) * ttft - waited - undisturbed
                 if spare_ms < 0.0:
                     continue  # not even the idlest of them could be the best
-                cells: Iterable[tuple[float, int]]
-                if not mask & (mask - 1):
-                    cells = ((0.0, mask),)
-                else:
-                    # Who holds more, waits no longer and is no dearer is better than they are, whatever the request;
-                    # but as the place for a prefill alone, the way from there counts too.
-                    cells = of_kind.staircase(mask, beside=kind.plane & weighed if firsts is None else 0)
+                # Who holds more, waits no longer and is no dearer is better than they are, whatever the request.
+                cells = board.staircase(kind, mask, beside=kind.plane & weighed, within_ms=spare_ms)
                 for least_wait_ms, cell in cells:
                     if least_wait_ms > spare_ms:
                         break
-                    slot = cell.bit_length() - 1
-                    if firsts is not None:
-                        slot = self.spread(cell, kind.index)
-                        cell = 1 << slot
-                    load = loads[slot]
-                    prefill = load.drift * undisturbed
-                    harm = kappa * load.crowd * prefill / output
-                    both = harm + kappa * load.harm
-                    if both >= least and firsts is None:
+                    load = loads[cell.bit_length() - 1]
+                    wait_ms = load.wait_ms
+                    if wait_ms > spare_ms:
                         continue
-                    first = waited + load.wait_ms + prefill
+                    prefill = load.drift * undisturbed
+                    harm = kappa * load.crowd * prefill / output + kappa * load.harm
+                    if harm >= least:
+                        continue
+                    first = waited + wait_ms + prefill
                     if load.step_ms:
                         first -= -(load.queued_tokens + uncached) // load.room * load.step_ms
-                    if firsts is not None:
-                        firsts.append((slot, cached, prefill, first, harm))
-                        if not whole & cell:
-                            continue
                     early, often = first / ttft, load.tpot_ms / tpot
-                    cost = (early + LESSER * often if early > often else often + LESSER * early) + both
+                    cost = (early + LESSER * often if early > often else often + LESSER * early) + harm
                     if cost < least:
                         least, best, best_cached, best_turn = cost, cell, cached, kind.index
                         spare_ms = (least - fixed) * ttft - waited - undisturbed
@@ -138,22 +130,15 @@ class FinishTime(Policy):
             return least, best.bit_length() - 1, best_cached
         return least, self.spread(best, best_turn), best_cached
 
-    def _least_burden(self, ask: Ask, lightest: int, whole: bool) -> tuple[float, float]:
-        """What J has at least on workers of a kind besides the part of its first token: what the ``lightest`` of them
-        have of it (once, for each ms of prefill). On those that only prefill, tokens cost nothing."""
-        load, kappa = self.view.board.loads[lightest.bit_length() - 1], self.view.kappa
-        once = kappa * load.harm + LESSER * load.tpot_ms / ask.tpot_ms if whole else 0.0
-        return once, kappa * load.crowd / ask.output_tokens
-
-    def _best_split(self, ask: Ask, candidates: Candidates, firsts: list[_First], bound: float) -> Plan | None:
+    def _best_split(self, ask: Ask, candidates: Candidates, bound: float) -> Plan | None:
         """The best pair that costs less than ``bound``."""
         fleet, board, kappa = self.view.fleet, self.view.board, self.view.kappa
         decoders: dict[int, list[int]] = {}
         best: Plan | None = None
-        for slot, cached, prefill_ms, first_ms, harm in firsts:
+        for slot, cached, prefill_ms, first_ms, harm in self._firsts(ask, candidates, bound):
             worker, load = fleet.at(slot), board.loads[slot]
             kind = worker.kind
-            if not kind.targets or not candidates.prefill >> slot & 1 or first_ms / ask.ttft_ms + harm >= bound:
+            if not kind.targets or first_ms / ask.ttft_ms + harm >= bound:
                 continue
             kv_bytes = ask.prompt_tokens * kind.layout.bytes_per_token
             if kind.index not in decoders:
@@ -187,6 +172,34 @@ class FinishTime(Policy):
                         kv_wait_ms=wait_ms,
                     )
         return best
+
+    def _firsts(self, ask: Ask, candidates: Candidates, bound: float) -> Iterator[_First]:
+        """The places for a prefill alone from which a pair could cost less than ``bound``."""
+        board, kappa = self.view.board, self.view.kappa
+        waited, ttft = ask.waited_ms, ask.ttft_ms
+        rest = candidates.prefill
+        for cached, holders in (*candidates.holders, (0, rest)):
+            plane = holders & rest
+            rest ^= plane
+            uncached = ask.prompt_tokens - cached
+            for kind in self.view.fleet.kinds_of[ask.model]:
+                mask = kind.plane & plane
+                if not mask or not kind.targets:
+                    continue
+                undisturbed = kind.profile.prefill_ms(cached, uncached)
+                spare_ms = bound * ttft - waited - undisturbed
+                # Who holds more is not better for that alone: the way to the other half counts too.
+                for least_wait_ms, cell in board.staircase(kind, mask, within_ms=spare_ms):
+                    if least_wait_ms > spare_ms:
+                        break
+                    load = board.loads[cell.bit_length() - 1]
+                    prefill = load.drift * undisturbed
+                    harm = kappa * load.crowd * prefill / ask.output_tokens
+                    first = waited + load.wait_ms + prefill
+                    if load.step_ms:
+                        first -= -(load.queued_tokens + uncached) // load.room * load.step_ms
+                    if first / ttft + harm < bound:
+                        yield self.spread(cell, _FIRSTS - kind.index), cached, prefill, first, harm
 
     def _decoders(self, model: str, source: Kind, plane: int) -> list[int]:
         """The least burdened workers of every kind that takes KV from ``source``."""
