@@ -75,7 +75,8 @@ def test_the_prefix_of_a_busy_holder_is_moved_to_an_idle_worker():
     assert plan.ttft_ms == pytest.approx(lent_ms + plan.kv_ms + plan.prefill_ms)
     assert plan.fetch_wait_ms == pytest.approx(kind.profile.prefill_ms(0, 16_000) - plan.prefill_ms)
     without = decision.considered[1]
-    assert plan.cost < GAIN * without.cost
+    assert plan.cost < without.cost
+    assert plan.ttft_ms < GAIN * without.ttft_ms
 
 
 def test_an_idle_holder_keeps_its_conversation():

@@ -27,9 +27,9 @@ FETCH_TOKENS = 1024
 H100 with an 8B model), and the messages around a transfer take a few."""
 
 GAIN = 0.9
-"""A fetch must cost less than this share of the best plan without: it takes link, memory and messages that J does not
-know, and it may fail. (Judged; on the fleet of ``make bench ONLY=decision`` with fast links everywhere, 95 % of the
-fetches that are better at all pass it at 32k tokens, where they halve J, and 1 % at 4k, where they gain little.)"""
+"""A fetch must cost less than the best plan without, and bring the first token in less than this share of its time: it
+takes link, memory and messages that J does not know, and it may fail. (Judged. J itself would not tell: where the time
+per token binds it, it hardly moves, however much of a prompt need not be computed again.)"""
 
 _LENDERS = 2
 """Holders that are looked at, the deepest first, until one will do."""
@@ -42,13 +42,12 @@ _LENDS, _FETCHES = -1_000_001, -2_000_001
 
 
 def best_fetch(
-    view: View, spread: Callable[[int, int], int], ask: Ask, candidates: Candidates, held: int, bound: float
+    view: View, spread: Callable[[int, int], int], ask: Ask, candidates: Candidates, without: Plan
 ) -> Plan | None:
-    """The best plan that fetches, if its J is clearly below ``bound``, which is that of the best plan without (from a
-    store: below it at all).
-
-    ``held`` is how many tokens that plan's worker holds. Call it only when a coordinator is there to move anything.
+    """The best plan that fetches, if it is clearly better than ``without``, the best plan that does not (from a store:
+    better at all). Call it only when a coordinator is there to move anything.
     """
+    held = without.cached_tokens
     lenders, deeper = 0, 0
     for depth, holders in candidates.holders:
         if depth - held < FETCH_TOKENS or lenders == _LENDERS:
@@ -61,8 +60,8 @@ def best_fetch(
         fetched = depth - depth % lender.kind.layout.block_tokens
         others = candidates.whole ^ (candidates.whole & deeper)
         # What a store has was put there to come back, and lending it disturbs nobody: there any gain will do.
-        most = bound if lender.kind.store else GAIN * bound
-        plan = _fetched_from(view, spread, ask, candidates, lender, fetched, others, most)
+        early_ms = without.ttft_ms if lender.kind.store else GAIN * without.ttft_ms
+        plan = _fetched_from(view, spread, ask, candidates, lender, fetched, others, without.cost, early_ms)
         if plan is not None:
             return plan
     return None
@@ -70,9 +69,10 @@ def best_fetch(
 
 def _fetched_from(
     view: View, spread: Callable[[int, int], int], ask: Ask, candidates: Candidates, lender: Worker, fetched: int,
-    others: int, bound: float,
+    others: int, bound: float, early_ms: float,
 ) -> Plan | None:  # fmt: skip
-    """The best of ``others`` for a prefix that ``lender`` holds, if it costs less than ``bound``."""
+    """The best of ``others`` for a prefix that ``lender`` holds, if it costs less than ``bound`` and its first token
+    comes within ``early_ms``."""
     fleet, board, kappa = view.fleet, view.board, view.kappa
     lend_ms = 0.0 if lender.kind.store else lending_ms(board.loads[lender.slot])
     kv_bytes = fetched * lender.kind.layout.bytes_per_token
@@ -83,7 +83,7 @@ def _fetched_from(
         if not mask or not lender.kind.targets >> kind.index & 1:
             continue
         undisturbed = kind.profile.prefill_ms(fetched, rest)
-        spare_ms = bound * ask.ttft_ms - ask.waited_ms - undisturbed
+        spare_ms = min(bound * ask.ttft_ms, early_ms) - ask.waited_ms - undisturbed
         if spare_ms < lend_ms:
             continue
         for least_wait_ms, cell in islice(board.cells(kind).staircase(mask), _CELLS):
@@ -97,7 +97,7 @@ def _fetched_from(
             if load.step_ms:
                 then_ms -= -(load.queued_tokens + rest) // load.room * load.step_ms
             # The most that all before may take; a look at the link is dearer than this.
-            most_ms = (bound - harm) * ask.ttft_ms - ask.waited_ms - then_ms
+            most_ms = min((bound - harm) * ask.ttft_ms, early_ms) - ask.waited_ms - then_ms
             if load.tpot_ms / ask.tpot_ms + harm >= bound or load.wait_ms >= most_ms:
                 continue
             price = view.links.price_ms(lender.place, fleet.at(slot).place, kv_bytes)

@@ -56,7 +56,7 @@ class FinishTime(Policy):
         if plan is None:
             return Decision(reason=Reason.NO_PREFILL_WORKER, left=candidates.left)
         if ask.plans_fetch:
-            fetch = best_fetch(self.view, self.spread, ask, candidates, plan.cached_tokens, plan.cost)
+            fetch = best_fetch(self.view, self.spread, ask, candidates, plan)
             if fetch is not None:
                 plan = fetch
                 considered = (fetch, *considered)
