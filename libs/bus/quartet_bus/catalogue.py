@@ -1,8 +1,6 @@
 """The catalogue of a fleet: what ships, changed by the fleet's own configuration, and checked against it."""
 
-import difflib
-
-from quartet_bus.config.check import ConfigError, spell
+from quartet_bus.config.check import ConfigError, closest, spell
 from quartet_bus.config.schema import Config
 from quartet_core.catalogue import Catalogue, UnknownProfile, WrongEntry, builtin
 
@@ -46,6 +44,5 @@ def load(config: Config) -> Catalogue:
 
 
 def _unknown(path: tuple[str, ...], name: str, known: tuple[str, ...]) -> ConfigError:
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known)) or 'none'}"
+    hint = closest(name, known) or f"known: {', '.join(sorted(known)) or 'none'}"
     return ConfigError(WHERE, spell(path), name, f"does not exist; {hint}")

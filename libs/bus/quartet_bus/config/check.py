@@ -1,9 +1,8 @@
 """What may stand where: a configuration walked along its schema, until something is wrong."""
 
-import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -27,6 +26,14 @@ class ConfigError(Exception):
         self.key = key
         self.value = value
         self.allowed = allowed
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """A question whether the one of ``known`` that is most like ``name`` was meant; "" when none is like it."""
+    import difflib  # half a megabyte of every process, and only a wrong one needs it
+
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def check(value: Any, kind: Any, path: _Path, sources: Mapping[_Path, str]) -> None:
@@ -85,8 +92,7 @@ def _check_table(value: Any, info: inspect.StructType, path: _Path, sources: Map
     for key, inner in value.items():
         here = (*path, key)
         if key not in names:
-            close = difflib.get_close_matches(key, names, 1)
-            hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(sorted(names))}"
+            hint = closest(key, names) or f"allowed: {', '.join(sorted(names))}"
             _expect(False, UNSET, f"unknown key; {hint}", here, sources)
         check(inner, hints[key], here, sources)
     for field in info.fields:
