@@ -4,11 +4,9 @@ The stubs are committed, so that installing needs no compiler; a test compares t
 never edited, formatted or linted.
 """
 
+import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
-
-from grpc_tools import protoc
 
 HERE = Path(__file__).resolve().parent
 PROTO = HERE.parent.parent / "proto"
@@ -28,14 +26,14 @@ def generate(out: Path) -> list[Path]:
     Raises `GenerationFailed`.
     """
     sources = sorted(path.relative_to(PROTO).as_posix() for path in PROTO.rglob("*.proto"))
-    binaries = Path(
-        sys.executable
-    ).parent  # the plugins are installed beside the interpreter, which need not be on PATH
-    status = protoc.main(
+    binaries = Path(sys.executable).parent  # the plugins are beside the interpreter, which need not be on PATH
+    # In a process of its own: the compiler does not bear every other library beside it (NIXL's, in tests).
+    status = subprocess.call(
         [
-            "protoc",
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
             f"--proto_path={PROTO}",
-            f"--proto_path={files('grpc_tools') / '_proto'}",
             f"--plugin=protoc-gen-mypy={binaries / 'protoc-gen-mypy'}",
             f"--plugin=protoc-gen-mypy_grpc={binaries / 'protoc-gen-mypy_grpc'}",
             f"--python_out={out}",
@@ -46,7 +44,7 @@ def generate(out: Path) -> list[Path]:
         ]
     )
     if status != 0:
-        raise GenerationFailed(int(status))
+        raise GenerationFailed(status)
     suffixes = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
     stems = [source.removesuffix(".proto") for source in sources]
     return sorted(Path(stem + suffix) for stem in stems for suffix in suffixes if (out / (stem + suffix)).exists())
