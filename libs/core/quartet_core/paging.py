@@ -58,6 +58,7 @@ class Offer(Struct, frozen=True):
     """A place for pages: room, and what one page takes to get there, to come back, and to be used where it is.
 
     ``here_ms`` is how much longer the next turn takes there than at the source; infinite where nothing is computed.
+    ``displaces``: older pages would have to make room.
     """
 
     worker: str
@@ -65,6 +66,7 @@ class Offer(Struct, frozen=True):
     out_ms: float
     back_ms: float
     here_ms: float = math.inf
+    displaces: bool = False
 
     @property
     def return_ms(self) -> float:
@@ -155,21 +157,23 @@ class Price(Struct, frozen=True):
 
 
 def weigh(cold: Cold, price: Price, chance: float) -> PageOut | Unpaged:
-    """The best place for ``cold``, or why it stays. ``chance`` is P_later − P_soon."""
-    best: Offer | None = None
-    least_ms = math.inf
-    for offer in price.offers:
-        cost_ms = offer.out_ms + chance * offer.return_ms
-        if offer.room_tokens >= cold.tokens and cost_ms < least_ms:
-            best, least_ms = offer, cost_ms
-    if best is None:
-        return Unpaged.NO_ROOM
-    if price.recompute_ms <= best.out_ms + best.return_ms:
-        return Unpaged.RECOMPUTE
-    worth_ms = chance * (price.recompute_ms - best.return_ms) - best.out_ms
-    if worth_ms <= 0.0:
-        return Unpaged.NOT_WORTH
-    return PageOut(cold, best.worker, best.out_ms, worth_ms * 1e6 / price.kv_bytes)
+    """The best place for ``cold``, or why it stays. ``chance`` is P_later − P_soon.
+
+    The cheapest, where any is worth it, but older pages are displaced only where nothing else is: what they would have
+    saved is unknown here, and surely more than an empty block does.
+    """
+    reason = Unpaged.NO_ROOM
+    fitting = [offer for offer in price.offers if offer.room_tokens >= cold.tokens]
+    for displaces in (False, True):
+        group = [offer for offer in fitting if offer.displaces is displaces]
+        if not group:
+            continue
+        best = min(group, key=lambda offer: offer.out_ms + chance * offer.return_ms)
+        worth_ms = chance * (price.recompute_ms - best.return_ms) - best.out_ms
+        if price.recompute_ms > best.out_ms + best.return_ms and worth_ms > 0.0:
+            return PageOut(cold, best.worker, best.out_ms, worth_ms * 1e6 / price.kv_bytes)
+        reason = Unpaged.RECOMPUTE if price.recompute_ms <= best.out_ms + best.return_ms else Unpaged.NOT_WORTH
+    return reason
 
 
 def choose(

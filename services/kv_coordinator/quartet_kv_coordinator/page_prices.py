@@ -62,11 +62,12 @@ class PagePrices:
     def room_tokens(self, told: Told) -> int:
         """What pages may still be put there: what is empty above the high mark, less what is on its way. A store's idle
         blocks are room, too: they are nothing but older pages."""
-        state = told.state
-        blocks = state.empty_blocks - math.ceil(self._high * state.total_blocks)
         if told.tier == HOST:
-            blocks = state.empty_blocks + state.idle_blocks
-        return blocks * told.block_tokens - self._promised.get(state.worker, 0)
+            return self._empty_tokens(told) + told.state.idle_blocks * told.block_tokens
+        return self._empty_tokens(told) - math.ceil(self._high * told.state.total_blocks) * told.block_tokens
+
+    def _empty_tokens(self, told: Told) -> int:
+        return told.state.empty_blocks * told.block_tokens - self._promised.get(told.state.worker, 0)
 
     def price(self, source: Told, places: list[tuple[Told, int]], cold: Cold, now_ns: int) -> Price | None:
         """Of one prefix; None where nobody knows how fast the source computes."""
@@ -90,6 +91,7 @@ class PagePrices:
                     out_ms=self._lanes.look(place, target).predict_ms(kv_bytes, deadline_ns),
                     back_ms=self._lanes.look(target, place).predict_ms(kv_bytes, deadline_ns),
                     here_ms=here_ms,
+                    displaces=self._empty_tokens(told) < cold.tokens,
                 )
             )
         return Price(offers, _recompute_ms(profile, 0, cold.tokens), kv_bytes)

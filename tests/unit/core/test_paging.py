@@ -99,6 +99,19 @@ def test_what_leaves_has_room_is_worth_it_and_takes_the_cheapest_way(found, toke
         assert any(recompute_ms <= o.out_ms + o.return_ms for o in best)
 
 
+def test_older_pages_make_room_only_where_nothing_else_does():
+    near = Offer("near", 30_000, 70.0, 70.0, displaces=True)
+    far = Offer("far", 30_000, 85.0, 85.0)
+    slow = Offer("slow", 30_000, 800.0, 800.0)
+
+    def target(*offers):
+        return weigh(Cold(1, 30_000, 1e4), Price(offers, 900.0, 1 << 30), 0.8).target
+
+    assert target(near, far) == "far"
+    assert target(near, slow) == "near", "the empty one is too slow to be worth it"
+    assert target(near) == "near"
+
+
 def _choose(colds, *, recompute_ms=900.0, out_ms=90.0, guard=None, later=0.8, soon=0.0):
     offer = Offer("store", 1 << 30, out_ms, out_ms)
     return choose(

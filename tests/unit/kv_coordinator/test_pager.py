@@ -3,6 +3,7 @@
 import asyncio
 
 import msgspec
+import pytest
 
 from quartet_bus import subjects
 from quartet_bus.messages import ColdPrefix, KvPressure, KvVerb, PoolState, Role
@@ -173,7 +174,13 @@ def test_a_worker_that_died_is_no_destination(play, make_worker):
     play(story, **KV)
 
 
-def test_a_store_beside_the_cards_is_nearer_than_another_node_and_full_ones_take_pages_too(play, make_worker):
+@pytest.mark.parametrize(
+    ("empty", "others", "target"),
+    [(10_000, True, ("p-1", "HOST")), (0, True, ("d-0", "TCP")), (0, False, ("p-1", "HOST"))],
+)
+def test_a_store_beside_the_cards_is_nearest_but_pages_make_room_there_only_when_they_must(
+    play, make_worker, empty, others, target
+):
     async def story(world):
         store = msgspec.structs.replace(
             make_worker("p", 1, capabilities=CAPABLE, model="llama-3.1-8b"), role=Role.STORE, gpus=()
@@ -184,12 +191,13 @@ def test_a_store_beside_the_cards_is_nearer_than_another_node_and_full_ones_take
             ("d", (far,), {"TCP": 9.0}),
         )
         states = (
-            PoolState("p-0", 1, 10_000, 0, 9_000, True, colds(1)), PoolState("p-1", 1, 10_000, 0, 10_000),
+            PoolState("p-0", 1, 10_000, 0, 9_000, True, colds(1)), PoolState("p-1", 1, 10_000, empty, 10_000 - empty),
         )  # fmt: skip
-        world.say(subjects.kv_pressure(), KvPressure("d", 1, (PoolState("d-0", 1, 10_000, 10_000, 0),)))
+        if others:
+            world.say(subjects.kv_pressure(), KvPressure("d", 1, (PoolState("d-0", 1, 10_000, 10_000, 0),)))
         world.say(subjects.kv_pressure(), KvPressure("p", 1, states))
         await asyncio.sleep(0.4)
-        assert [(done.target, done.link) for done in world.done] == [("p-1", "HOST")]
+        assert [(done.target, done.link) for done in world.done] == [target]
         (view,) = [view for view in world.leader().pager.views() if view.worker == "p-1"]
         assert view.tier == "host"
 
