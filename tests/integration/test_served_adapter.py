@@ -264,6 +264,18 @@ async def test_the_key_goes_with_every_call_and_a_wrong_one_is_named(kind, tmp_p
             assert not bench.adapter.life.up
 
 
+async def test_a_key_file_that_is_not_there_is_named(tmp_path):
+    missing = tmp_path / "no-key"
+    async with WireEngine() as engine, Bench(engine, api_key_file=str(missing)) as bench:
+        await bench.up()
+        [finding] = [found for found in bench.adapter.diagnose().findings if found.code == "no_key"]
+        assert str(missing) in finding.text
+        assert "engine without a key" in bench.errors()
+        missing.write_text("secret")
+        bench.adapter._server.refresh_key()
+        assert "no_key" not in [found.code for found in bench.adapter.diagnose().findings]
+
+
 async def test_the_engines_own_name_for_the_model_is_used():
     async with WireEngine(model="org/Model-8B") as engine, Bench(engine, served_model="org/Model-8B") as bench:
         await bench.up()

@@ -11,13 +11,15 @@ _SHARE = 0.2
 
 
 def find(
-    diagnosis: Diagnosis, section: EngineSection, model: ModelSection, problems: list[str], pages_problem: str = ""
-) -> list[Finding]:
+    diagnosis: Diagnosis, section: EngineSection, model: ModelSection, problems: list[str], pages_problem: str = "",
+    key_problem: str = "",
+) -> list[Finding]:  # fmt: skip
     """What an operator should know, the worst first. ``problems`` are those of event subscriptions, ``pages_problem``
-    is why there are no pages where there should be."""
+    is why there are no pages where there should be, ``key_problem`` why there is no key."""
+    keyless = [Finding("no_key", f"no key for the engine: {key_problem}", "see api_key_file")] if key_problem else []
     if not diagnosis.up:
-        return [Finding("down", f"the engine is not up: {diagnosis.why_down}", f"is it {section.url}?")]
-    found = [*_metrics(diagnosis, section), *(Finding("events_unreachable", problem) for problem in problems)]
+        return [*keyless, Finding("down", f"the engine is not up: {diagnosis.why_down}", f"is it {section.url}?")]
+    found = [*keyless, *_metrics(diagnosis, section), *(Finding("events_unreachable", problem) for problem in problems)]
     if diagnosis.ranks > 1:
         found.append(
             Finding(

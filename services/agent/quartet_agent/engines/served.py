@@ -226,7 +226,9 @@ class ServedAdapter(EngineAdapter):
             pages=self._pages.figures() if self._pages is not None else {},
         )
         pages_problem = self._pages.problem if self._pages is not None else ""
-        diagnosis.findings = find(diagnosis, self._section, self._model, self._prefixes.problems, pages_problem)
+        diagnosis.findings = find(
+            diagnosis, self._section, self._model, self._prefixes.problems, pages_problem, self._server.key_problem
+        )
         return diagnosis
 
     @property
@@ -268,6 +270,8 @@ class ServedAdapter(EngineAdapter):
         )
         if self._pages is not None:
             self._life = self._pages.seen_in(self._life)
+        if self._server.key_problem:
+            self._log.error("engine without a key", url=section.url, why=self._server.key_problem)
         self._log.info("engine up", url=section.url, version=learned.version, models=learned.models)
         self._prefixes.begin(self._sources(learned), kv_tokens)
         self._on_looked(reading)

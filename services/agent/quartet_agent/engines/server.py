@@ -41,6 +41,8 @@ class EngineServer:
         self._section = section
         self._session: aiohttp.ClientSession | None = None
         self._key = section.api_key
+        self.key_problem = ""
+        """Why there is no key although a file is named for it."""
         self._posted = {"Content-Type": "application/json", **(more_headers or {})}
 
     async def open(self) -> None:
@@ -64,11 +66,14 @@ class EngineServer:
 
     def refresh_key(self) -> None:
         """Read the key's file again, if there is one: a key is often changed together with its engine."""
-        if self._section.api_key_file:
+        file = self._section.api_key_file
+        if file:
             try:
-                self._key = Path(self._section.api_key_file).read_text("utf-8").strip()
-            except (OSError, UnicodeDecodeError):
-                self._key = ""  # the engine will refuse it, and that is said
+                self._key, self.key_problem = Path(file).read_text("utf-8").strip(), ""
+            except OSError as error:
+                self._key, self.key_problem = "", f"{file}: {error.strerror}"
+            except UnicodeDecodeError:
+                self._key, self.key_problem = "", f"{file}: is not UTF-8"
 
     def stream(self, path: str, body: bytes) -> "aiohttp.client._RequestContextManager":
         """A POST whose answer is read by the caller; leaving the context early closes the connection."""
