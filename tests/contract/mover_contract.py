@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from quartet_agent.engines.base import BlocksFenced
+from quartet_agent.engines.pools import BlocksFenced
 from quartet_agent.kv import wire
 from quartet_agent.kv.arrivals import Arrivals
 from quartet_agent.kv.mover import MoveError, MoveReason

@@ -6,24 +6,18 @@ somebody evicts it or its agent dies, in at least one of the two caches, and onc
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 from explore.node import BLOCK_TOKENS, LEASE_MS, Node, Replica, WatchedKv, contents
-from explore.world import DEADLINE_MS, SharedRoster, Silent, World, _Direct, _run
+from explore.world import DEADLINE_MS, SharedRoster, Silent, World, _Direct, _run, roster
 
 from quartet_agent.engines.simulated_pages import SimulatedPages
 from quartet_agent.kv.commands import KvCommands
 from quartet_agent.kv.pages import Pages
-from quartet_bus import catalogue
-from quartet_bus.config.schema import Config, KvSection
+from quartet_bus.config.schema import KvSection
 from quartet_bus.messages import (
     KvCommand,
-    KvLayout,
     KvVerb,
-    LinkInfo,
-    NodeInventory,
     PoolState,
-    WorkerInfo,
 )
 from quartet_core.paging import Cold, PageOut
 from quartet_core.transfer import Hold, Side, State
@@ -34,28 +28,6 @@ from quartet_kv_coordinator.pools import Told
 from quartet_kv_coordinator.takeover import Survey, orphaned
 
 PAGES = KvSection(pool=True, transfers_per_link=1, lease_ms=LEASE_MS)
-
-
-class PageRoster(SharedRoster):
-    """As ``SharedRoster``, of workers that can be paged."""
-
-    def __reduce__(self):
-        return roster, self.lives
-
-
-@cache
-def roster(source: int, target: int) -> PageRoster:
-    known = PageRoster(catalogue.load(Config()))
-    known.lives = (source, target)
-    for node, incarnation in (("p", source), ("d", target)):
-        info = WorkerInfo(
-            id=f"{node}-0", ordinal=0, incarnation=incarnation, hardware="H100_SXM5", model="llama", precision="fp8",
-            tp=1, gpus=(0,), kv_tokens=1000, max_context=100, max_batch=8, chunk_tokens=8,
-            layout=KvLayout(BLOCK_TOKENS, 131_072, "bf16"), engine="simulated",
-            capabilities=("export", "import", "reserve", "page"),
-        )  # fmt: skip
-        known.learn(NodeInventory(node, incarnation, 1, (info,), links=(LinkInfo("TCP", 9.0, 1.0),)), 0)
-    return known
 
 
 def _zero() -> float:
@@ -160,14 +132,18 @@ class PageWorld(World):
             self._begin(name)
 
     def _conductor(self) -> Conductor:
-        return Conductor(self, roster(*self.lives.values()), self.lanes, Silent(), lease_ms=LEASE_MS)
+        return Conductor(self, self._known(), self.lanes, Silent(), lease_ms=LEASE_MS)
+
+    def _known(self) -> SharedRoster:
+        """Who is there now."""
+        return roster(*self.lives.values(), "page")
 
     def _pager(self, life: str) -> Pager:
-        return Pager(self, self.conductor, roster(*self.lives.values()), self.lanes, None, {}, PAGES, Silent(), life)
+        return Pager(self, self.conductor, self._known(), self.lanes, None, {}, PAGES, Silent(), life)
 
     def _begin(self, name: str) -> None:
         prefix = contents(name, self.blocks)[-1]
-        source = Told(roster(*self.lives.values()).find("p-0"), PoolState("p-0", 1, 9, 0, 9), 0)
+        source = Told(self._known().find("p-0"), PoolState("p-0", 1, 9, 0, 9), 0)
         cold = Cold(prefix, self.blocks * BLOCK_TOKENS, 1e6)
         self.pager._begin(source, PageOut(cold, "d-0", 0.0, 1.0), self.time_ns)
 
@@ -214,7 +190,7 @@ class PageWorld(World):
         self.conductor.progress(report)
 
     def _hear_gone(self, worker: str, incarnation: int) -> None:
-        known = roster(*self.lives.values())
+        known = self._known()
         self.conductor._roster = self.pager._roster = known
         self.pager.pools._roster = known
         self.conductor.gone([(worker, incarnation)])

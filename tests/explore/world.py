@@ -11,7 +11,7 @@ from functools import cache
 
 from explore.node import BLOCK_TOKENS, KV_BYTES, LEASE_MS, Node, Socket, contents
 
-from quartet_agent.engines.base import BlocksFenced
+from quartet_agent.engines.pools import BlocksFenced
 from quartet_agent.kv.departures import DepartureEnd
 from quartet_agent.kv.mover import MoveError, MoveReason
 from quartet_bus import catalogue
@@ -62,19 +62,20 @@ class SharedRoster(Roster):
     """Who is there, by the agents' incarnations: the same object in all worlds, since nobody changes it."""
 
     def __reduce__(self):
-        return roster, self.lives
+        return roster, self.made_of
 
 
 @cache
-def roster(source: int, target: int) -> SharedRoster:
+def roster(source: int, target: int, *more: str) -> SharedRoster:
+    """Both agents' workers, with ``more`` capabilities than every transfer needs."""
     known = SharedRoster(catalogue.load(Config()))
-    known.lives = (source, target)
+    known.made_of = (source, target, *more)
     for node, incarnation in (("p", source), ("d", target)):
         info = WorkerInfo(
             id=f"{node}-0", ordinal=0, incarnation=incarnation, hardware="H100_SXM5", model="llama", precision="fp8",
             tp=1, gpus=(0,), kv_tokens=1000, max_context=100, max_batch=8, chunk_tokens=8,
             layout=KvLayout(BLOCK_TOKENS, 131_072, "bf16"), engine="simulated",
-            capabilities=("export", "import", "reserve"),
+            capabilities=("export", "import", "reserve", *more),
         )  # fmt: skip
         known.learn(NodeInventory(node, incarnation, 1, (info,), links=(LinkInfo("TCP", 9.0, 1.0),)), 0)
     return known

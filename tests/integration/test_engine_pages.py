@@ -12,7 +12,8 @@ from adapter_bench import Bench
 from paged_engine import PagedEngine
 from wire_engine import until
 
-from quartet_agent.engines.base import BlocksFenced, Failed, Finished, Prefilled
+from quartet_agent.engines.base import Failed, Finished, Prefilled
+from quartet_agent.engines.pools import BlocksFenced
 from quartet_bus.messages import Role
 from quartet_core.ladder import sketch_tokens
 

@@ -1,16 +1,7 @@
 """Runs that answer a client: a whole request, or the decode half of a split."""
 
-from quartet_agent.engines.base import (
-    BlocksFenced,
-    Computed,
-    EngineEvent,
-    Failed,
-    Finished,
-    FirstToken,
-    Output,
-    Prefilled,
-    Usage,
-)
+from quartet_agent.engines.base import Computed, EngineEvent, Failed, Finished, FirstToken, Output, Prefilled, Usage
+from quartet_agent.engines.pools import BlocksFenced
 from quartet_agent.kv.arrivals import LeaseEnd
 from quartet_agent.runs import Run, RunPorts, RunState
 from quartet_agent.worker import HostedWorker

@@ -8,7 +8,8 @@ from asyncio import TimerHandle
 from enum import StrEnum
 
 from quartet_agent.answers import AnswerRun
-from quartet_agent.engines.base import BlocksFenced, EngineEvent, Finished
+from quartet_agent.engines.base import EngineEvent, Finished
+from quartet_agent.engines.pools import BlocksFenced
 from quartet_agent.kv.arrivals import LeaseEnd
 from quartet_agent.runs import RunPorts, RunState
 from quartet_agent.worker import HostedWorker

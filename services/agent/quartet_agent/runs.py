@@ -16,7 +16,8 @@ from typing import TypeVarTuple
 
 from msgspec import structs
 
-from quartet_agent.engines.base import BlocksFenced, EngineEvent, Usage, Work
+from quartet_agent.engines.base import EngineEvent, Usage, Work
+from quartet_agent.engines.pools import BlocksFenced
 from quartet_agent.events import EventAuthor, role_of
 from quartet_agent.kv.arrivals import Arrivals
 from quartet_agent.kv.departures import Departures

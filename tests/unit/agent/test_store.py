@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quartet_agent.engines.base import BlocksFenced, Failed, Prefilled, Work
+from quartet_agent.engines.base import Failed, Prefilled, Work
+from quartet_agent.engines.pools import BlocksFenced
 from quartet_agent.store.adapter import StoreAdapter
 from quartet_agent.store.hosted import host_stores
 from quartet_agent.store.memory import StoreMemory

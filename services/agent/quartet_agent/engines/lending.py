@@ -7,10 +7,11 @@ import msgspec
 from msgspec import Raw, Struct
 
 from quartet_agent.engines import bodies
-from quartet_agent.engines.base import BlocksFenced, EngineEvent, Failed, Finished, FirstToken, Prefilled, Usage, Work
+from quartet_agent.engines.base import EngineEvent, Failed, Finished, FirstToken, Prefilled, Usage, Work
 from quartet_agent.engines.bodies import Order
 from quartet_agent.engines.call import failure, path_of
 from quartet_agent.engines.page_pool import ServedPages
+from quartet_agent.engines.pools import BlocksFenced
 from quartet_agent.engines.server import EngineAway, EngineServer
 from quartet_bus.config.schema import EngineSection
 from quartet_connector.contents import Root, blocks_of, chain, token_bytes

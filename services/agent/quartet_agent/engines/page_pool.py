@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import takewhile
 
-from quartet_agent.engines.base import BlocksFenced, Exportable, PoolCounts, PoolFill
+from quartet_agent.engines.pools import BlocksFenced, Exportable, PoolCounts, PoolFill
 from quartet_agent.kv.mover import Buffer
 from quartet_bus.messages import ColdPrefix, PageManifest
 from quartet_connector import page as pages

@@ -13,18 +13,7 @@ import msgspec
 
 from quartet_agent.engines import bodies
 from quartet_agent.engines.adapters import Adapters
-from quartet_agent.engines.base import (
-    BlocksFenced,
-    CannotLoad,
-    Diagnosis,
-    EngineAdapter,
-    EngineLoad,
-    KvPool,
-    Life,
-    Listener,
-    PagePool,
-    Work,
-)
+from quartet_agent.engines.base import CannotLoad, Diagnosis, EngineAdapter, EngineLoad, Life, Listener, Work
 from quartet_agent.engines.call import path_of
 from quartet_agent.engines.dialect import Dialect
 from quartet_agent.engines.estimate import LoadEstimate
@@ -35,6 +24,7 @@ from quartet_agent.engines.lending import Lending
 from quartet_agent.engines.missing import MissingMetrics
 from quartet_agent.engines.page_pool import ServedPages
 from quartet_agent.engines.pages import EnginePages
+from quartet_agent.engines.pools import BlocksFenced, KvPool, PagePool
 from quartet_agent.engines.prefixes import CachedPrefixes, ladder_salt
 from quartet_agent.engines.reading import Reading
 from quartet_agent.engines.server import EngineAway, EngineServer

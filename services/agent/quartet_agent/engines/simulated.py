@@ -9,12 +9,10 @@ from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable, Iterator, Sequence
 
 from quartet_agent.engines.base import (
-    BlocksFenced,
     Computed,
     EngineAdapter,
     EngineEvent,
     EngineLoad,
-    Exportable,
     Failed,
     Finished,
     FirstToken,
@@ -24,6 +22,7 @@ from quartet_agent.engines.base import (
     Usage,
     Work,
 )
+from quartet_agent.engines.pools import BlocksFenced, Exportable
 from quartet_agent.engines.simulated_pages import SimulatedPages
 from quartet_agent.kv.mover import Buffer
 from quartet_bus.messages import Role

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from quartet_agent.engines.base import BlocksFenced, PoolCounts, PoolFill
+from quartet_agent.engines.pools import BlocksFenced, PoolCounts, PoolFill
 from quartet_bus.messages import ColdPrefix, PageManifest
 from quartet_core.block_pages import Page
 from quartet_sim.pool import Fenced, KvPool

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from quartet_agent.engines.base import BlocksFenced, KvPool
+from quartet_agent.engines.pools import BlocksFenced, KvPool
 from quartet_agent.kv.mover import Buffer, MoveError, MoveReason
 from quartet_bus.messages import KvCommand, KvLease, KvReply
 from quartet_core.transfer_words import KvLost, State

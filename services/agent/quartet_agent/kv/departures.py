@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from quartet_agent.engines.base import KvPool
+from quartet_agent.engines.pools import KvPool
 from quartet_bus.messages import KvCommand, KvLease, StreamId, TransferReason, TransferReport
 from quartet_core.links import crossing_ms
 from quartet_core.transfer_words import KvLost, State

@@ -7,7 +7,7 @@ next one ends there is nothing to send, and the time that passes is nobody's tra
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
-from quartet_agent.engines.base import KvPool
+from quartet_agent.engines.pools import KvPool
 from quartet_agent.kv.memory import TimedLink
 from quartet_agent.kv.mover import Buffer
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from quartet_agent.engines.base import BlocksFenced, PagePool
+from quartet_agent.engines.pools import BlocksFenced, PagePool
 from quartet_agent.kv.departures import DepartureEnd, Departures
 from quartet_agent.worker import HostedWorker
 from quartet_bus.messages import KvCommand, KvReply, PageManifest, StreamId

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from quartet_agent.engines.base import PagePool
+from quartet_agent.engines.pools import PagePool
 from quartet_agent.worker import HostedWorker
 from quartet_bus.config.schema import KvSection
 from quartet_bus.messages import KvPressure, PoolState

@@ -8,7 +8,7 @@ that waits for its prefill to compute more is not on the link meanwhile: the oth
 import asyncio
 from collections.abc import Callable, Coroutine
 
-from quartet_agent.engines.base import BlocksFenced, KvPool
+from quartet_agent.engines.pools import BlocksFenced, KvPool
 from quartet_agent.kv.departures import Departure, Departures, charged_ms
 from quartet_agent.kv.flow import Charge, Flow
 from quartet_agent.kv.memory import TimedLink

@@ -7,7 +7,7 @@ nothing here: it goes out as it came in. A prefix is found by the ladder's rungs
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from quartet_agent.engines.base import BlocksFenced, Exportable, PoolCounts, PoolFill
+from quartet_agent.engines.pools import BlocksFenced, Exportable, PoolCounts, PoolFill
 from quartet_agent.kv.mover import Buffer
 from quartet_bus.messages import ColdPrefix, PageManifest
 from quartet_core.block_cache import BlockCache
